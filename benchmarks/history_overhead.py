@@ -13,13 +13,13 @@ import argparse
 import statistics
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import torch
 from training_step import training_step
 
 from pytest_gpumem import simulate
-from pytest_gpumem.measurement.recorded import recording
+from pytest_gpumem.measurement.recorded import RecordedHistory
 
 WAYS = {"plain": None, "python": "python", "all": "all"}
 
@@ -31,7 +31,7 @@ def milliseconds(layers: int, steps: int) -> dict[str, float]:
     durations: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(steps):
         for way, stacks in WAYS.items():
-            with recording(stacks):
+            with RecordedHistory().during(stacks) if stacks else nullcontext():
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 step()

@@ -23,6 +23,7 @@ from pytest_gpumem.report.pytest_reports import (
     leave_the_sentence,
     skip_unsimulated,
 )
+from pytest_gpumem.session import collection
 from pytest_gpumem.session.context import REFUSAL, SIZED, begin_early
 from pytest_gpumem.session.session import GpumemSession
 
@@ -97,9 +98,9 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Report wrong markers as errors of collection."""
     report = yield
-    collection = collector.config.stash[SESSION].collection
-    collection.check(report)
-    collection.note_module(collector, report)
+    session = collector.config.stash[SESSION]
+    collection.check(session, report)
+    collection.note_module(session, collector, report)
     return report
 
 
@@ -115,7 +116,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     This runs before pytest-xdist tells the controller, which then hands out the first of them.
     """
-    session.config.stash[SESSION].collection.selected(session.items)
+    collection.selected(session.config.stash[SESSION], session.items)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -226,7 +227,7 @@ def pytest_runtest_makereport(
         unmeasured = lifecycle is None or lifecycle.current is None
         skip_unsimulated(item, report, call.excinfo.value, unmeasured=unmeasured)
         leave_the_sentence(item, report, call.excinfo.value)
-    session.collection.note_skip(item, report)
+    collection.note_skip(session, item, report)
     if lifecycle is not None:
         lifecycle.complete(item, report, raised=call.excinfo is not None)
     return report

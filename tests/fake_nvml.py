@@ -5,11 +5,15 @@ Structures are pynvml's own, and so are the errors with their codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pynvml  # type: ignore[import-untyped]  # nvidia-ml-py ships no types
+import pytest
 
 GIB = 1024**3
 MIB = 1024**2
@@ -392,3 +396,16 @@ def uuids(machine: str) -> Sequence[str]:
     """Return the UUIDs that CUDA could be given of a machine."""
     gpus = MACHINES[machine].nvml().gpus
     return [one.uuid for gpu in gpus for one in (filter(None, gpu.instances or [gpu]))]
+
+
+@contextmanager
+def found(
+    nvml: FakeNvml, environ: Mapping[str, str] | None = None, pid: int | None = None
+) -> Iterator[None]:
+    """Have this process find ``nvml`` inside, with the variables ``environ`` and as ``pid``."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setitem(sys.modules, "pynvml", nvml)
+        patches.setattr(os, "environ", dict(environ or {}))
+        if pid is not None:
+            patches.setattr(os, "getpid", lambda: pid)
+        yield

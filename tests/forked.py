@@ -27,7 +27,7 @@ from pathlib import Path
 from execnet import gateway_io
 
 from pytest_gpumem.device.host_gpus import DRIVERS
-from pytest_gpumem.dry.torch_build import cuda_of
+from pytest_gpumem.dry.build import cuda_of
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -16,10 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pytest_gpumem.device import DeviceError
-from pytest_gpumem.device.device import Device, Renewed, is_shared
+from pytest_gpumem.device.device import Device, is_shared
 from pytest_gpumem.device.quota import failed_allocations, limited, observers_of_torch
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import clear_frames_of_imports, collect_young
+from pytest_gpumem.measurement.fixtures import Renewed
 from pytest_gpumem.measurement.leftover import LeftoverSpace
 from pytest_gpumem.measurement.nvml import NvmlReading, RepeatedReading, read_device
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics
@@ -139,13 +140,10 @@ class CudaDevice(Device):
 
         The memory of a real device cannot be rearranged. Does not initialise CUDA.
         """
-        self._note_threads()
+        self._notes = self._threads.notes
         if torch.cuda.is_initialized():
             own = {block.address for one in fixtures for block in self._fixture_blocks.get(one, ())}
             self._space.fill(own.__contains__, self.total_memory // FILLED_SHARE)
-
-    def _note_threads(self) -> None:
-        self._notes = self._threads.notes
 
     @property
     def filled(self) -> Mapping[int, int]:
@@ -164,7 +162,6 @@ class CudaDevice(Device):
                 self._space.empty()
 
     def restart_collector(self) -> None:
-        """Collect the young generations of Python's garbage."""
         collect_young()
 
     @contextmanager
@@ -199,7 +196,7 @@ class CudaDevice(Device):
         others = [index for index in range(torch.cuda.device_count()) if index != self.index]
         for index in (self.index, *others):
             has_context = torch.cuda.is_initialized if index == self.index else lambda: False
-            device = NvmlDevice.find(index, has_context)
+            device = NvmlDevice(index, has_context)
             self._shared[device.name] = index, device
         return [device for _, device in self._shared.values()]
 
@@ -233,7 +230,6 @@ class CudaDevice(Device):
         return failed_allocations(observers_of_torch(), note)
 
     def fault(self) -> str | None:
-        """Return the sticky error of the CUDA context, ``None`` where it is sound."""
         return fault_of(self.index) if torch.cuda.is_initialized() else None
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.values.environment import Environment
@@ -15,14 +15,12 @@ from pytest_gpumem.values.measurement import Measurement
 
 if TYPE_CHECKING:
     # torch, which a process without marked tests does not need.
+    from pytest_gpumem.measurement.fixtures import Renewed
     from pytest_gpumem.measurement.recorded import Recorder
-    from pytest_gpumem.measurement.statistics import Block, Bytes
+    from pytest_gpumem.measurement.statistics import Block
     from pytest_gpumem.sharing.admission import FailedAllocation
     from pytest_gpumem.sharing.devices import HostDevice
     from pytest_gpumem.simulated.machine.values.work import Work
-
-Renewed: TypeAlias = "Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]"
-"""A callback: fixture, and by device the bytes its set-up holds and its peak above the start."""
 
 
 class Device:

@@ -6,7 +6,7 @@ they are marked as exact, and there is neither a driver nor timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -15,20 +15,14 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice
-from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
+from pytest_gpumem.device.device import ComputingDevice, is_set_up, is_shared
 from pytest_gpumem.device.random_numbers import seeded_generators
-from pytest_gpumem.dry import compiling, scope, workspaces
-from pytest_gpumem.dry.blocks import (
-    Blocks,
-    LeftoverBlocks,
-    passes_dropped,
-    restart_numbering,
-    wait_for_threads,
-)
+from pytest_gpumem.dry import blocks, compiling, scope, workspaces
 from pytest_gpumem.dry.load import restart_placing
 from pytest_gpumem.dry.placing import Fixtures
 from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.garbage import GROWTH, Collector
+from pytest_gpumem.measurement.fixtures import Renewed
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.surface import compilers
@@ -67,8 +61,8 @@ class DryDevice(CudaDevice, ComputingDevice):
         machine = find_machine(name)
         self._name = machine.model.name
         self._computed = computed
-        self._blocks = Blocks()
-        self._leftover = LeftoverBlocks(self._blocks)
+        self._blocks = blocks.Blocks()
+        self._space = self._leftover = blocks.LeftoverBlocks(self._blocks)
         self._collector = Collector()
         self._follower = Follower(
             follows=computed > ValueLevel.AT_FIRST,
@@ -108,7 +102,7 @@ class DryDevice(CudaDevice, ComputingDevice):
             compilers.deferred(nullcontext, nullcontext),
             super().active(),
             self._follower.active(),
-            passes_dropped(),
+            blocks.passes_dropped(),
             compiling.skip_tuning(self._follower.following),
             self._membership.taken() if self._membership else nullcontext(),
         ):
@@ -122,20 +116,15 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Place segments as in a new process, beside those left by earlier tests."""
-        self._note_threads()
+        self._notes = self._threads.notes
         self._follower.begin()
         workspaces.renew_dropout_states()
         restart_placing()
         self._fixtures.begin(fixtures, is_set_up, renewed)
         workspaces.forget()
 
-    @property
-    def filled(self) -> Mapping[int, int]:
-        return self._leftover.filled
-
     def begin_unmeasured(self) -> None:
         """Drop what earlier tests have read; the values of their tensors stay."""
-        super().begin_unmeasured()
         self._follower.begin()
 
     def begin_body(self) -> None:
@@ -144,7 +133,7 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def end_body(self) -> None:
         """Wait until autograd and NCCL have dropped what the body computed."""
-        wait_for_threads()
+        blocks.wait_for_threads()
         if self._membership is not None:
             self._membership.end_body()
 
@@ -168,7 +157,7 @@ class DryDevice(CudaDevice, ComputingDevice):
     def restart_collector(self) -> None:
         """Reset state that depends on all earlier code: the collector, autograd's numbering."""
         self._collector.restart()
-        restart_numbering()
+        blocks.restart_numbering()
         self._blocks.restart_count()
 
     @contextmanager
@@ -185,7 +174,6 @@ class DryDevice(CudaDevice, ComputingDevice):
         self._fixtures.forget(fixture)
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` marked as dry, with its notes."""
         completed = super().complete(measurement)
         return replace(
             completed,
@@ -199,7 +187,6 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @property
     def decided_by(self) -> str | None:
-        """The unknown value that the current test's control flow used; ``None`` for none."""
         return self._follower.reads.decided_by
 
     @property

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,15 +32,13 @@ def has_driver() -> bool:
     return any(map(os.path.exists, DRIVERS))
 
 
-def host_gpus(
-    choice: DeviceChoice, environ: Mapping[str, str] | None = None
-) -> tuple[NvmlReading, ...]:
+def host_gpus(choice: DeviceChoice) -> tuple[NvmlReading, ...]:
     """Return the GPUs and MIG instances that tests may run on; none where they are simulated."""
     if choice.kind not in ("auto", "cuda") or not has_driver():
         return ()
     from pytest_gpumem.measurement.nvml import NvmlAbsent, read_visible
 
-    found = read_visible(environ=environ)
+    found = read_visible()
     if isinstance(found, NvmlAbsent):
         return ()
     return tuple(found) if choice.index is None else tuple(found[choice.index : choice.index + 1])
@@ -128,7 +126,7 @@ def why_not(baselines: Path) -> str | None:
         return _DRIVER
     if sys.platform != "linux":
         return _SYSTEM
-    from pytest_gpumem.dry.torch_build import cuda_of, release_of
+    from pytest_gpumem.dry.build import cuda_of, missing_tool, release_of
 
     spec = find_spec("torch")
     folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
@@ -136,7 +134,6 @@ def why_not(baselines: Path) -> str | None:
         return _BUILD
     if _are_simulated(baselines, release_of(folder)):
         return "the project's baselines are those of simulated devices"
-    from pytest_gpumem.dry.build import missing_tool
     from pytest_gpumem.dry.load import is_launched, is_loaded
 
     if is_launched():

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.device import ValueLevel
-from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
+from pytest_gpumem.device.device import ComputingDevice, is_set_up, is_shared
 from pytest_gpumem.device.quota import failed_allocations, inherited
 from pytest_gpumem.device.random_numbers import seeded_generators
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import Collector, clear_frames_of_imports
+from pytest_gpumem.measurement.fixtures import Renewed
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes
 from pytest_gpumem.sharing.admission import FailedAllocation
@@ -153,7 +154,6 @@ class SimulatedDevice(ComputingDevice):
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
 
     def not_in_memory(self, fixtures: Iterable[object]) -> Sequence[object]:
-        """Return those ``fixtures`` that an earlier test has set up: the body requested them."""
         return [one for one in fixtures if one in self._set_up and one not in self._present]
 
     def repeat_set_up(self, fixture: object) -> None:
@@ -248,7 +248,6 @@ class SimulatedDevice(ComputingDevice):
         self._set_up.pop(fixture, None)
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` marked as simulated, with its notes."""
         return replace(
             measurement,
             simulated=True,

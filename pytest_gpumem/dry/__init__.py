@@ -1,9 +1,7 @@
 """The dry device: torch's own CUDA code on a machine without a GPU.
 
-The CUDA build of torch runs unmodified over a runtime that stands in for NVIDIA's libraries.
-Memory, streams, events and graphs are kept; kernels and library calls return success and compute
-nothing. Every allocation is then made by torch itself: the caching allocator, ATen's CUDA kernels
-with their temporaries, autograd's order, Inductor, the memory history, the texts of out of memory.
+The CUDA build of torch runs unmodified over a runtime that stands in for NVIDIA's libraries:
+docs/dry.md tells what it keeps, and what it leaves out.
 
 The runtime is C in ``source/``, compiled by the machine's ``cc`` once for each build of torch
 (:mod:`~pytest_gpumem.dry.build`) and loaded before torch is imported

@@ -7,8 +7,8 @@ import os
 import shlex
 import sys
 
+from pytest_gpumem.dry.build import DryError
 from pytest_gpumem.dry.load import DEFAULT, environment
-from pytest_gpumem.dry.torch_build import DryError
 from pytest_gpumem.simulated.gpu.catalogue import GpuError
 
 

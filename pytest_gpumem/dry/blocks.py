@@ -14,11 +14,10 @@ lock, which the caller has.
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from itertools import compress
 from pathlib import Path
@@ -78,38 +77,30 @@ class Blocks:
         self._collect(function, ctypes.c_size_t(by))
 
 
-class LeftoverBlocks:
+class LeftoverBlocks(LeftoverSpace):
     """Blocks that tests have left on the device, while another one runs."""
 
     def __init__(self, blocks: Blocks) -> None:
+        super().__init__()
         self._blocks = blocks
         self._kept: list[torch.Tensor] = []
         self._known: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         """Tensors in a block by its number, as far as they have been looked up."""
-        self._space = LeftoverSpace()
 
-    @property
-    def filled(self) -> Mapping[int, int]:
-        """The bytes that are filled now, by device."""
-        return self._space.filled
-
-    def fill(self, spans: Sequence[BlockNumbers]) -> None:
+    def fill_beside(self, spans: Sequence[BlockNumbers]) -> None:
         """Fill the free space beside blocks in none of ``spans``, until :meth:`release`."""
 
         def is_own(address: int) -> bool:
-            return _is_in(self._blocks.number(address), spans)
+            number = self._blocks.number(address)
+            return any(first < number <= last for first, last in spans)
 
-        others = self._space.fill(is_own)
+        others = self.fill(is_own)
         self._kept = list(self.tensors_in(set(map(self._blocks.number, others))))
 
     def release(self) -> None:
         """Free the filled space, and forget tensors that are kept."""
         self._kept.clear()
         self.empty()
-
-    def empty(self) -> None:
-        """Free the filled space."""
-        self._space.empty()
 
     def tensors_in(self, numbers: Set[int]) -> Iterator[torch.Tensor]:
         """Yield the tensors of Python objects in the blocks ``numbers``, and their gradients."""
@@ -163,10 +154,6 @@ class LeftoverBlocks:
             self._known[after] = self._known.pop(before)
 
 
-def _is_in(number: int, spans: Iterable[BlockNumbers]) -> bool:
-    return any(first < number <= last for first, last in spans)
-
-
 def wait_for_threads() -> None:
     """Wait until autograd's running threads have dropped their last tasks."""
     for index in _devices():
@@ -183,18 +170,16 @@ def wait_for_threads() -> None:
 @contextmanager
 def passes_dropped() -> Iterator[None]:
     """Leave Python's lock to autograd's threads after each pass inside, so that they drop it."""
-    run: Any = torch.autograd.graph._engine_run_backward
 
-    @functools.wraps(run)
-    def ran(*args: Any, **kwargs: Any) -> Any:
+    def run(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return run(*args, **kwargs)
+            return engine(*args, **kwargs)
         finally:
             time.sleep(0)
 
     patches = Patches()
     for module in (torch.autograd, torch.autograd.graph):
-        patches.add(module, "_engine_run_backward", ran)
+        patches.wrap(module, "_engine_run_backward", run)
     with patches.applied():
         yield
 

@@ -10,7 +10,6 @@ to 3.9.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -26,6 +25,7 @@ from pytest_gpumem.simulated.common.patching import (
     Plan,
     add_functions,
     patched_when_imported,
+    wrapped,
 )
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -61,24 +61,18 @@ _receiving: set[tuple[int, int]] = set()
 def _noting_pools() -> Iterator[None]:
     """Note which pools receive allocations, those of CUDA graphs that warm up included."""
 
-    def noting(function: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def noted(*args: Any) -> None:
-            function(*args)
-            note(args[-1])
+    def noting(note: Callable[[Any], None], function: Callable[..., Any], *args: Any) -> None:
+        function(*args)
+        note(args[-1])
 
-        return noted
-
-    functions = dict.fromkeys(_BEGINS, _receiving.add) | dict.fromkeys(_ENDS, _receiving.discard)
+    notes = dict.fromkeys(_BEGINS, _receiving.add) | dict.fromkeys(_ENDS, _receiving.discard)
+    functions = {
+        name: wrapped(getattr(torch._C, name), partial(noting, note))
+        for name, note in notes.items()
+        if hasattr(torch._C, name)
+    }
     patches = Patches()
-    add_functions(
-        {
-            name: noting(getattr(torch._C, name), note)
-            for name, note in functions.items()
-            if hasattr(torch._C, name)
-        },
-        patches,
-    )
+    add_functions(functions, patches)
     with patches.applied():
         yield
 
@@ -107,40 +101,29 @@ def separate_pool() -> Iterator[None]:
     makers = [traced, *((kind, "_init_group") for kind in torch.optim.Optimizer.__subclasses__())]
     for kind, name in makers if hasattr(torch._C, _BEGIN) else ():
         if name in vars(kind):
-            patches.add(kind, name, _outside(pool, vars(kind)[name]))
+            patches.wrap(kind, name, partial(_outside, pool))
     with torch.cuda.use_mem_pool(pool), patches.applied():
         yield
 
 
-def _outside(pool: torch.cuda.MemPool, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call`` with its allocations in the default pool."""
-
-    @functools.wraps(call)
-    def outside(*args: Any, **options: Any) -> Any:
-        device = torch.cuda.current_device()
-        # As use_mem_pool ends: with another user a pool is never freed; 2.8 ends the process.
-        getattr(torch._C, _END)(device, pool.id)
-        torch._C._cuda_releasePool(device, pool.id)
-        try:
-            return call(*args, **options)
-        finally:
-            getattr(torch._C, _BEGIN)(device, pool.id)
-
-    return outside
+def _outside(pool: torch.cuda.MemPool, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call ``call`` with its allocations in the default pool."""
+    device = torch.cuda.current_device()
+    # As use_mem_pool ends: with another user a pool is never freed; 2.8 ends the process.
+    getattr(torch._C, _END)(device, pool.id)
+    torch._C._cuda_releasePool(device, pool.id)
+    try:
+        return call(*args, **options)
+    finally:
+        getattr(torch._C, _BEGIN)(device, pool.id)
 
 
 def _of_constants(following: Context, patches: Patches, module: ModuleType) -> None:
-    folder = vars(module)["ConstantFolder"]
-    patches.add(folder, "run", _inside(following, folder.run))
+    def run(fold: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with following():
+            return fold(*args, **options)
 
-
-def _inside(context: Context, run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
-    def inside(*args: Any, **options: Any) -> Any:
-        with context():
-            return run(*args, **options)
-
-    return inside
+    patches.wrap(vars(module)["ConstantFolder"], "run", run)
 
 
 def _of_inductors_kernels(patches: Patches, module: ModuleType) -> None:
@@ -159,54 +142,38 @@ def _of_inductors_cache(patches: Patches, module: ModuleType) -> None:
 
 
 def _of_triton(patches: Patches, module: ModuleType) -> None:
-    tuner = vars(module)["Autotuner"]
+    kind = vars(module)["Autotuner"]
     tuned: WeakSet[Any] = WeakSet()
-    prune = tuner.prune_configs
+    """The tuners that have found a configuration that can be launched."""
 
-    def prune_configs(tuner: Any, *args: Any, **options: Any) -> Any:
+    def prune_configs(prune: Callable[..., Any], tuner: Any, *args: Any, **options: Any) -> Any:
         tuned.discard(tuner)
         return prune(tuner, *args, **options)
 
-    patches.add(tuner, "prune_configs", prune_configs)
-    patches.add(tuner, "do_bench", _DoBench(tuned))
-    patches.add(tuner, "_bench", _without_copies(tuner._bench))
-    if "check_disk_cache" in vars(tuner):
-        patches.add(tuner, "check_disk_cache", _without_disk)
+    def do_bench(
+        tuner: Any, launch: Callable[[], object], *args: Any, **options: Any
+    ) -> list[float]:
+        if tuner in tuned:  # the others are not even compiled
+            return [math.inf] * 3
+        launch()
+        tuned.add(tuner)
+        return [TIME] * 3
+
+    patches.wrap(kind, "prune_configs", prune_configs)
+    patches.add(kind, "do_bench", do_bench)
+    patches.wrap(kind, "_bench", _without_copies)
+    if "check_disk_cache" in vars(kind):
+        patches.add(kind, "check_disk_cache", _without_disk)
 
 
-class _DoBench:
-    """``Autotuner.do_bench``, which launches until a configuration can be launched.
-
-    ``tuned`` has the tuners that have found one; the others are not even compiled.
-    """
-
-    def __init__(self, tuned: WeakSet[Any]) -> None:
-        self._tuned = tuned
-
-    def __get__(self, tuner: Any, kind: type | None = None) -> Callable[..., list[float]]:
-        def do_bench(launch: Callable[[], object], *args: Any, **options: Any) -> list[float]:
-            if tuner in self._tuned:
-                return [math.inf] * 3
-            launch()
-            self._tuned.add(tuner)
-            return [TIME] * 3
-
-        return do_bench
-
-
-def _without_copies(bench: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Autotuner._bench``: arguments that each run would change (``restore_value``) are not
+def _without_copies(bench: Callable[..., Any], tuner: Any, *args: Any, **options: Any) -> Any:
+    """Call ``Autotuner._bench``: arguments that each run would change (``restore_value``) are not
     copied, which happens before a configuration is known and never again after it is."""
-
-    @functools.wraps(bench)
-    def benched(tuner: Any, *args: Any, **options: Any) -> Any:
-        restored, tuner.restore_value = tuner.restore_value, []
-        try:
-            return bench(tuner, *args, **options)
-        finally:
-            tuner.restore_value = restored
-
-    return benched
+    restored, tuner.restore_value = tuner.restore_value, []
+    try:
+        return bench(tuner, *args, **options)
+    finally:
+        tuner.restore_value = restored
 
 
 def _without_disk(tuner: Any, key: object, configs: object, tune: Callable[[], object]) -> bool:

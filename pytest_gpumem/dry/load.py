@@ -16,18 +16,9 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-from pytest_gpumem.dry.build import RUNTIME, built_for_installed
-from pytest_gpumem.dry.torch_build import DryError
-from pytest_gpumem.simulated.gpu.catalogue import (
-    COMPUTE_SLICES,
-    GPUS,
-    INSTANCES,
-    GpuError,
-    GpuModel,
-    find_machine,
-    fit,
-    limits_of,
-)
+from pytest_gpumem.dry.build import RUNTIME, DryError, built_for_installed
+from pytest_gpumem.simulated.gpu import catalogue
+from pytest_gpumem.simulated.gpu.catalogue import INSTANCES, GpuError, GpuModel
 
 DEFAULT = "A100-40GB"
 
@@ -180,10 +171,11 @@ def models_of(names: str) -> list[GpuModel]:
     ``"A100-40GB/3g.20gb,A100-40GB/2g.10gb"``. Raises ``GpuError`` for a model or a number that does
     not exist, and for instances that do not fit on their GPU.
     """
-    machines = [find_machine(name) for name in names.split(",")]
+    machines = [catalogue.find_machine(name) for name in names.split(",")]
     models = [machine.model for machine in machines for _ in range(machine.count)]
     for parts in _divided(models):
-        if parts[0].profile and not fit([INSTANCES[one.parent_name][one.profile] for one in parts]):
+        sizes = [INSTANCES[one.parent_name][one.profile] for one in parts if one.profile]
+        if not catalogue.fit(sizes):
             written = ",".join(one.name for one in parts)
             raise GpuError(
                 f'"{written}" are more instances of MIG than fit on one {parts[0].parent_name}'
@@ -203,13 +195,13 @@ def description(models: Sequence[GpuModel]) -> str:
     lines: list[str] = []
     for parts in _divided(models):
         if parts[0].profile:
-            lines.append(_one(GPUS[parts[0].parent_name], len(lines)))
+            lines.append(_one(catalogue.GPUS[parts[0].parent_name], len(lines)))
         lines += [_one(part, len(lines) + number) for number, part in enumerate(parts)]
     return ";".join(lines)
 
 
 def _one(model: GpuModel, index: int) -> str:
-    limits = limits_of(model.compute_capability)
+    limits = catalogue.limits_of(model.compute_capability)
     major, minor = model.compute_capability
     fields = {
         "name": model.full_name,
@@ -224,7 +216,7 @@ def _one(model: GpuModel, index: int) -> str:
         "optin": limits.shared_memory_per_block,
         "blocks": limits.blocks,
         "bus": model.memory_bus_bits,
-        "instances": COMPUTE_SLICES if model.name in INSTANCES else 0,
+        "instances": catalogue.COMPUTE_SLICES if model.name in INSTANCES else 0,
         "instance": int(bool(model.profile)),
     }
     return ",".join(f"{name}={value}" for name, value in fields.items())

@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.dry.blocks import BlockNumbers, Blocks, LeftoverBlocks
+from pytest_gpumem.measurement.fixtures import Renewed
 from pytest_gpumem.measurement.statistics import Bytes
-
-Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
-"""A callback: fixture, and by device the bytes that its set-up holds, and its peak."""
 
 KeepValues = Callable[[Sequence[int]], Callable[[Mapping[int, torch.Tensor]], None]]
 """A function of the addresses of blocks that are given back, which returns a function of the
@@ -107,7 +105,7 @@ class Fixtures:
         return [one for one in found if one in self._set_ups]
 
     def _fill(self, fixtures: Sequence[object]) -> None:
-        self._leftover.fill([self._spans[one] for one in fixtures])
+        self._leftover.fill_beside([self._spans[one] for one in fixtures])
 
     def _have_own_segments(self, fixtures: Sequence[object]) -> bool:
         """Return whether no other block lies in the segments of ``fixtures``."""
@@ -156,7 +154,7 @@ class Fixtures:
 
     def _again(self, fixture: object, moved: Mapping[int, _Moved]) -> None:
         set_up = self._set_ups[fixture]
-        first, before = self._blocks.last, self._present()
+        first, before = self._blocks.last, self._read("current")
         for device in before:
             self._reset_peaks(device)
         there = {at: moved[number] for at, (_, number) in set_up.left.items() if number in moved}
@@ -166,14 +164,8 @@ class Fixtures:
         for at, (_, number) in set_up.left.items():
             self._leftover.moved(numbers[at], number)
         self._spans[fixture] = first, self._blocks.last
-        held = {i: now - before[i] for i, now in self._present().items()}
-        self._renewed(fixture, held, {i: now - before[i] for i, now in self._peaks().items()})
-
-    def _present(self) -> Mapping[int, Bytes]:
-        return self._read("current")
-
-    def _peaks(self) -> Mapping[int, Bytes]:
-        return self._read("peak")
+        held = {i: now - before[i] for i, now in self._read("current").items()}
+        self._renewed(fixture, held, {i: now - before[i] for i, now in self._read("peak").items()})
 
     def _read(self, which: str) -> Mapping[int, Bytes]:
         every = {device: self._stats(device) for device in range(torch.cuda.device_count())}
@@ -251,46 +243,36 @@ def _left(events: Sequence[_Event]) -> Mapping[int, int]:
     return {at: start for start, at in left.items()}
 
 
-class _Content:
-    """The known values in a block, while its storage has none."""
-
-    def __init__(self, start: int, size: int) -> None:
-        written = ctypes.CDLL(None).pytest_gpumem_dry_written
-        written.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
-        written.restype = ctypes.c_size_t
-        count = written(start, size, None, 0)
-        parts = (ctypes.c_int64 * (2 * count))()
-        written(start, size, parts, count)
-        self._parts = {
-            parts[at]: ctypes.string_at(start + parts[at], parts[at + 1])
-            for at in range(0, 2 * count, 2)
-        }
-
-    def write(self, start: int) -> None:
-        """Write the values to the block at ``start``."""
-        know = ctypes.CDLL(None).pytest_gpumem_dry_know
-        know.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        for offset, values in self._parts.items():
-            ctypes.memmove(start + offset, values, len(values))
-            know(start + offset, len(values))
-
-
 class _Moved:
-    """A storage whose memory has been given back, to be taken again."""
+    """A storage whose memory has been given back, to be taken again with its known values."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._storage = tensor.untyped_storage()
-        self.before = self._storage.data_ptr()
+        self.before = start = self._storage.data_ptr()
         self._size = self._storage.nbytes()
-        self._content = _Content(self.before, self._size)
+        written = ctypes.CDLL(None).pytest_gpumem_dry_written
+        written.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
+        written.restype = ctypes.c_size_t
+        count = written(start, self._size, None, 0)
+        parts = (ctypes.c_int64 * (2 * count))()
+        written(start, self._size, parts, count)
+        self._values = {
+            parts[at]: ctypes.string_at(start + parts[at], parts[at + 1])
+            for at in range(0, 2 * count, 2)
+        }
+        """The known values by their offsets."""
         self._storage.resize_(0)
 
     def take(self) -> int:
-        """Take memory again; return its address."""
+        """Take memory again, and write the values to it; return its address."""
         self._storage.resize_(self._size)
         start = self._storage.data_ptr()
-        self._content.write(start)
+        know = ctypes.CDLL(None).pytest_gpumem_dry_know
+        know.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        for offset, values in self._values.items():
+            ctypes.memmove(start + offset, values, len(values))
+            know(start + offset, len(values))
         return start
 
 

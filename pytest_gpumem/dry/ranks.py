@@ -10,14 +10,14 @@ Source: torch/distributed/distributed_c10d.py (``init_process_group``,
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Reducer, Store
@@ -25,13 +25,10 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
 
+from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.distributed import process_groups
 from pytest_gpumem.simulated.distributed.process_groups import Groups, initializing, split_group
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    from pytest_gpumem.values.world import World
+from pytest_gpumem.values.world import World
 
 _ID_BYTES = 128
 """Bytes of ncclUniqueId, which a rank other than the first one reads from the store."""
@@ -75,14 +72,6 @@ class SingleProcessStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return at once."""
 
-    def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
-        return self._known.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        """Return how many keys were written."""
-        return len(self._known)
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Ignore the timeout: the store never waits."""
 
@@ -101,19 +90,24 @@ class DryRankProcessGroups(process_groups.RankProcessGroups):
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patches:
-            init = initializing(
-                self._world,
-                c10d.init_process_group,
-                lambda: self._store,
-                lambda backend: _without_gloo(backend or "cpu:gloo,cuda:nccl"),
-            )
-            for owner in (dist, c10d):
-                patches.setattr(owner, "init_process_group", init)
-                patches.setattr(owner, "new_group", _regrouped(c10d.new_group))
-            _split_nothing(patches)
-            patches.setattr(Reducer, "_rebuild_buckets", _unhurried())
-            patches.setattr(dist, "_broadcast_coalesced", _awaited())
+        init = initializing(
+            self._world,
+            c10d.init_process_group,
+            lambda: self._store,
+            lambda backend: _without_gloo(backend or "cpu:gloo,cuda:nccl"),
+        )
+        patches = Patches()
+        for owner in (dist, c10d):
+            patches.add(owner, "init_process_group", init)
+            patches.wrap(owner, "new_group", _new_group)
+        # A part of a group is a new group: only NCCL has the number of ranks of one color.
+        for owner in (dist, c10d, device_mesh):
+            if hasattr(owner, "split_group"):
+                patches.add(owner, "split_group", split_group)
+        patches.add(c10d, "_get_split_source", lambda *_: None)
+        patches.wrap(Reducer, "_rebuild_buckets", partial(_rebuild_buckets, Counter()))
+        patches.wrap(dist, "_broadcast_coalesced", _broadcast_coalesced)
+        with patches.applied():
             torch.cuda.set_device(self._world.local_rank)
             yield
 
@@ -150,61 +144,42 @@ def _collectives(group: Any) -> int:
     return int(of_gpus._get_sequence_number_for_group())
 
 
-def _unhurried() -> Any:
-    """Return ``Reducer._rebuild_buckets``, called as late as on a GPU whose steps are long.
+def _rebuild_buckets(calls: Counter[int], rebuild: Any, reducer: Any) -> Any:
+    """Call ``Reducer._rebuild_buckets`` as late as on a GPU whose steps are long.
 
     NCCL's watchdog, which looks every 100 ms (kWatchdogThreadSleepMillis of ProcessGroupNCCL.cpp),
     lets go what the collectives of the first step hold: the buckets that new ones replace then.
+    ``calls`` counts those of each reducer.
     """
-    rebuild = Reducer._rebuild_buckets
-    calls: Counter[int] = Counter()
-
-    @functools.wraps(rebuild)
-    def rebuilding(reducer: Any) -> Any:
-        calls[id(reducer)] += 1
-        if calls[id(reducer)] in _AT_REBUILD:
-            time.sleep(_LONG_STEP)
-        is_rebuilt = rebuild(reducer)
-        if is_rebuilt:
-            calls[id(reducer)] = _AT_REBUILD[-1]
-            torch.cuda.synchronize()
-        return is_rebuilt
-
-    return rebuilding
+    calls[id(reducer)] += 1
+    if calls[id(reducer)] in _AT_REBUILD:
+        time.sleep(_LONG_STEP)
+    is_rebuilt = rebuild(reducer)
+    if is_rebuilt:
+        calls[id(reducer)] = _AT_REBUILD[-1]
+        torch.cuda.synchronize()
+    return is_rebuilt
 
 
-def _awaited() -> Any:
-    """Return ``_broadcast_coalesced``, by which DDP begins, with its copy free when it returns.
+def _broadcast_coalesced(broadcast: Any, *args: Any, **kwargs: Any) -> None:
+    """Call ``_broadcast_coalesced``, by which DDP begins; its copy is free when it returns.
 
     Up to torch 2.7 a collective records its stream on what it is given (``avoidRecordStreams_`` of
     ProcessGroupNCCL.cpp), and the copy of all weights would be there until the watchdog looks.
     """
-    broadcast = vars(dist)["_broadcast_coalesced"]
-
-    @functools.wraps(broadcast)
-    def broadcasting(*args: Any, **kwargs: Any) -> None:
-        broadcast(*args, **kwargs)
-        torch.cuda.synchronize()
-
-    return broadcasting
+    broadcast(*args, **kwargs)
+    torch.cuda.synchronize()
 
 
-def _split_nothing(patches: pytest.MonkeyPatch) -> None:
-    """Make a part of a group a new group: only NCCL has the number of ranks of one color."""
-    for owner in (dist, c10d, device_mesh):
-        if hasattr(owner, "split_group"):
-            patches.setattr(owner, "split_group", split_group)
-    patches.setattr(c10d, "_get_split_source", lambda *_: None)
-
-
-def _regrouped(new_group: Any) -> Any:
-    @functools.wraps(new_group)
-    def regrouped(
-        ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        return new_group(ranks, timeout, backend and _without_gloo(backend), *args, **kwargs)
-
-    return regrouped
+def _new_group(
+    new_group: Any,
+    ranks: Any = None,
+    timeout: Any = None,
+    backend: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return new_group(ranks, timeout, backend and _without_gloo(backend), *args, **kwargs)
 
 
 def _without_gloo(backend: Any) -> str:

@@ -5,51 +5,45 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.capture import CaptureManager
 
 from pytest_gpumem.dry import scope
+from pytest_gpumem.dry.build import DryError
 from pytest_gpumem.dry.load import BY_PYTEST, SHARED, environment, is_launched, is_loaded, load
-from pytest_gpumem.dry.torch_build import DryError
+from pytest_gpumem.options import Settings
 from pytest_gpumem.simulated.gpu.catalogue import GpuError
-
-if TYPE_CHECKING:
-    from _pytest.capture import CaptureManager
 
 _STARTED_ANEW = "PYTEST_GPUMEM_DRY_STARTED"
 """The variable that keeps a process from starting itself anew a second time."""
 
 
-def begin_process(
-    model: str,
-    capturing: CaptureManager | None,
-    *,
-    everywhere: bool,
-    shared: Path | None,
-    controls: bool,
-) -> None:
-    """Give this process and those that it starts the GPUs of ``model``.
+def begin_process(config: pytest.Config, settings: Settings, *, controls: bool) -> None:
+    """Give this process and those that it starts the GPUs of the ``settings``.
 
-    Where torch has been imported, pytest restarts itself once, after its ``capturing`` has ended.
-    The devices are visible ``everywhere``, or only inside marked tests; a process that ``controls``
-    workers runs none. Processes with the same folder ``shared`` share them. Raises
+    Where torch has been imported, pytest restarts itself once. The devices are visible everywhere,
+    or only inside marked tests; a process that ``controls`` workers runs none. Raises
     ``pytest.UsageError``.
     """
-    if shared is not None:
-        shared.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.environ[SHARED] = str(shared)
+    model = ",".join(settings.device.models)
+    if settings.share:
+        from pytest_gpumem.sharing.database import default_folder
+
+        folder = default_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ[SHARED] = str(folder)
     # All that such a program starts has the device anyway.
     kept = is_launched()
     try:
         if "torch" in sys.modules and not is_loaded():
-            _restart(model, capturing)
+            _restart(model, config.pluginmanager.getplugin("capturemanager"))
         load(model)
         if not kept:
             os.environ[BY_PYTEST] = "1"
     except (DryError, GpuError) as error:
         raise pytest.UsageError(f"--gpumem-device=dry: {error}") from None
-    if not everywhere:
+    if settings.sim_scope != "session":
         scope.close(to_children=not controls and not kept)
 
 

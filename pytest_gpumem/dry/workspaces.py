@@ -11,6 +11,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.simulated.operators import cudnn, cudnn_rnn, cusolver
@@ -36,25 +37,17 @@ _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolverDn": "cuSOLVER", "cus
 _ENDINGS = ("_bufferSizeExt", "_bufferSize", "_workEstimation", "_compute", "_v8")
 
 
-class _Sentences:
-    """Sentences that the runtime stores by a number; 0 is none."""
-
-    def __init__(self) -> None:
-        self._known: list[str] = [""]
-        self._numbers: dict[str, int] = {"": 0}
-
-    def number(self, sentence: str) -> int:
-        """Return the number of ``sentence``."""
-        if sentence not in self._numbers:
-            self._numbers[sentence] = len(self._known)
-            self._known.append(sentence)
-        return self._numbers[sentence]
-
-    def __getitem__(self, number: int) -> str:
-        return self._known[number]
+_SENTENCES = [""]
+"""Sentences that the runtime stores by their positions."""
 
 
-_SENTENCES = _Sentences()
+@cache
+def _number(sentence: str) -> int:
+    """Return the position of ``sentence``, which is added where it is new."""
+    _SENTENCES.append(sentence)
+    return len(_SENTENCES) - 1
+
+
 _kept: list[object] = []
 
 
@@ -158,12 +151,7 @@ def _runtime() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def _answer(
-    question: int,
-    numbers: ctypes._Pointer[ctypes.c_int64],
-    count: int,
-    answers: ctypes._Pointer[ctypes.c_int64],
-) -> int:
+def _answer(question: int, numbers: _Pointer, count: int, answers: _Pointer) -> int:
     rules: dict[int, Callable[[Sequence[int]], Sequence[int]]] = {
         _CONVOLUTION: _convolution,
         _RECURRENT: _recurrent,
@@ -201,7 +189,7 @@ def _convolution(numbers: Sequence[int]) -> Sequence[int]:
     )
     shown = 1 if weight[2] == 1 < weight[3] else dims - 2
     what = f"conv{shown}d ({call.direction})"
-    return cudnn.convolution_bytes(call), _SENTENCES.number(f"cuDNN's workspace for {what}")
+    return cudnn.convolution_bytes(call), _number(f"cuDNN's workspace for {what}")
 
 
 def _reads_channels_last(direction: int, shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -232,8 +220,8 @@ def _recurrent(numbers: Sequence[int]) -> Sequence[int]:
         has_dropout=has_dropout,
         is_training=is_training,
     )
-    workspace = _SENTENCES.number(f"cuDNN's workspace for {call.name}")
-    reserve = _SENTENCES.number(f"cuDNN's reserve for {call.name}")
+    workspace = _number(f"cuDNN's workspace for {call.name}")
+    reserve = _number(f"cuDNN's reserve for {call.name}")
     nbytes = cudnn_rnn.workspace_bytes(call), cudnn_rnn.reserve_bytes(call)
     return *nbytes, workspace, reserve
 
@@ -249,4 +237,4 @@ def _place(numbers: Sequence[int]) -> Sequence[int]:
     """Return the sentence with the line of the user's code that runs."""
     from pytest_gpumem.simulated.common.callsite import user_line
 
-    return (_SENTENCES.number(f"{_SENTENCES[numbers[0]]} at {user_line()}"),)
+    return (_number(f"{_SENTENCES[numbers[0]]} at {user_line()}"),)

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 
 from pytest_gpumem.measurement.observer import MemoryObserver
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
+from pytest_gpumem.simulated.common.patching import wrapped
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -75,18 +76,20 @@ class AutomaticPhases:
                 if self._observer is not None:
                     forward = self._observer.calling(forward)
                     builtins = torch.jit._builtins._get_builtin_table()
-                    for owner, name, wrap in self._observer.wrappers():
-                        wrapped = getattr(owner, name)
-                        wrapper = wrap(wrapped)
+                    for owner, name, observed in self._observer.wrappers():
+                        function = getattr(owner, name)
+                        wrapper: Any = wrapped(function, observed)
+                        if name == "__new__":
+                            wrapper = staticmethod(wrapper)
                         patches.setattr(owner, name, wrapper)
                         # TorchScript finds the operator of a function by the function's identity.
-                        if operator := builtins.get(id(wrapped)):
+                        if operator := builtins.get(id(function)):
                             patches.setitem(builtins, id(wrapper), operator)
                 patches.setattr(torch.nn.Module, "__call__", forward)
                 for place in _BACKWARD_ENTRIES:
-                    run = self._running_backward(place._engine_run_backward)
+                    run = wrapped(place._engine_run_backward, self._run_backward)
                     if self._observer is not None:
-                        run = self._observer.running_backward(run)
+                        run = wrapped(run, self._observer.run_backward)
                     patches.setattr(place, "_engine_run_backward", run)
                 yield
         finally:
@@ -114,15 +117,11 @@ class AutomaticPhases:
 
         return called
 
-    def _running_backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            within = self._busy and (self._step is None or not self._abandoned_step())
-            if within or torch.compiler.is_compiling():
-                return function(*args, **kwargs)
-            return self._run(BACKWARD, function, args, kwargs)
-
-        return watched
+    def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        within = self._busy and (self._step is None or not self._abandoned_step())
+        if within or torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        return self._run(BACKWARD, run, args, kwargs)
 
     def _run(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._busy = True

@@ -26,6 +26,7 @@ import torch
 from pytest_gpumem.garbage import LeftoverFrames
 from pytest_gpumem.late_modules import when_imported
 from pytest_gpumem.measurement.phases import PhaseTracker
+from pytest_gpumem.simulated.common.patching import wrapped
 
 CompileContext = Callable[[], AbstractContextManager[object]]
 """Returns a context in which torch compiles."""
@@ -46,17 +47,15 @@ _RECORDING = "CUDAGRAPH_RECORDING"
 class Compiling:
     """A guard that keeps peaks during compilation out of the phases of ``tracker``.
 
-    Torch compiles, and kernels are measured, in a context of ``compile_context`` if that is given;
+    Torch compiles, and kernels are measured, inside of ``context()`` if that is given;
     then frames that compilers leave behind, whose variables hold tensors of the test until the
     garbage collector runs, are cleared, too: a compiler that finds its results in a cache leaves
     none.
     """
 
-    def __init__(
-        self, tracker: PhaseTracker, compile_context: CompileContext | None = None
-    ) -> None:
+    def __init__(self, tracker: PhaseTracker, context: CompileContext | None = None) -> None:
         self._tracker = tracker
-        self._compile_context = compile_context
+        self._compile_context = context
         self._frames = LeftoverFrames()
         self._open = ExitStack()
         self._is_open = False
@@ -92,41 +91,39 @@ class Compiling:
 
     def _listen(self) -> None:
         handler = sys.modules[_CALLBACKS].CompilationCallbackHandler
-        starts, ends = handler.run_start_callbacks, handler.run_end_callbacks
+        for name, listen in (
+            ("run_start_callbacks", self._run_start_callbacks),
+            ("run_end_callbacks", self._run_end_callbacks),
+        ):
+            self._patches.setattr(handler, name, wrapped(getattr(handler, name), listen))
 
-        def run_start_callbacks(handler: Any, *args: Any) -> None:
-            starts(handler, *args)
-            if not any(each.callback_trigger.name == _RECORDING for each in args):
-                self._begin()
-                if self._compile_context is not None:
-                    self._frames.begin()
-
-        def run_end_callbacks(handler: Any, *args: Any) -> None:
-            self._end()
-            ends(handler, *args)
+    def _run_start_callbacks(self, run: Callable[..., Any], handler: Any, *args: Any) -> None:
+        run(handler, *args)
+        if not any(each.callback_trigger.name == _RECORDING for each in args):
+            self._begin()
             if self._compile_context is not None:
-                self._frames.end()
+                self._frames.begin()
 
-        self._patches.setattr(handler, "run_start_callbacks", run_start_callbacks)
-        self._patches.setattr(handler, "run_end_callbacks", run_end_callbacks)
+    def _run_end_callbacks(self, run: Callable[..., Any], *args: Any) -> None:
+        self._end()
+        run(*args)
+        if self._compile_context is not None:
+            self._frames.end()
 
     def _wrap_tuner(self, module: str, kind: str, method: str, _: ModuleType) -> None:
         tuner = getattr(sys.modules.get(module), kind, None)
         measure = getattr(tuner, method, None)
-        if measure is None:  # another release
-            return
+        if measure is not None:  # else it is another release
+            self._patches.setattr(tuner, method, wrapped(measure, self._measure))
 
-        @functools.wraps(measure)
-        def measured(*args: Any, **options: Any) -> Any:
-            if self._is_open:
-                return measure(*args, **options)
-            self._begin()
-            try:
-                return measure(*args, **options)
-            finally:
-                self._end()
-
-        self._patches.setattr(tuner, method, measured)
+    def _measure(self, measure: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if self._is_open:
+            return measure(*args, **options)
+        self._begin()
+        try:
+            return measure(*args, **options)
+        finally:
+            self._end()
 
     def _begin(self) -> None:
         if not self._is_open:

@@ -18,6 +18,9 @@ from pytest_gpumem.measurement.statistics import Bytes, CudaStatistics, Readings
 FixtureKey = Any
 """A pytest ``FixtureDef``: one per fixture function and place, with one live instance."""
 
+Renewed = Callable[[FixtureKey, Mapping[int, Bytes], Mapping[int, Bytes]], None]
+"""A callback: fixture, and by device the bytes its set-up holds and its peak above the start."""
+
 
 @dataclass(eq=False)
 class FixtureRecord:

@@ -160,12 +160,6 @@ class Referrers:
         self._keys: dict[int, dict[int, Any]] = {}
         self._opened: list[Any] = []
 
-    @classmethod
-    def now(cls) -> Referrers:
-        """Return the current heap."""
-        # Called before there is an instance, or it would refer to itself and outlive its use.
-        return cls(gc.get_objects())
-
     def tensors(self) -> list[Any]:
         """Return the tensors of the heap."""
         return list(filter(holds_memory, self._objects))
@@ -223,7 +217,7 @@ def holder_names(blocks: frozenset[Block]) -> dict[int, str]:
     ``cache.KEPT[2]`` for a tensor that a global keeps, ``cache.WEIGHT.grad`` for a gradient, and
     ``the graph of train.losses[0]`` for one that autograd saved.
     """
-    heap = Referrers.now()
+    heap = Referrers(gc.get_objects())  # without itself, or it would outlive its use
     tensors = heap.tensors()
     blocks_of = BlockLookup(blocks)
     at: defaultdict[int, list[torch.Tensor]] = defaultdict(list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class Meter:
         account: PeakRecorder | None = None,
         *,
         numbered: bool = False,
+        tracker: type[PhaseTracker] = PhaseTracker,
         compile_context: CompileContext | None = None,
         filled: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
@@ -52,8 +53,8 @@ class Meter:
         """Returns the bytes by device with which the device fills space that is left."""
         self._compile_context = compile_context
         """Returns a context in which torch compiles, which leaves nothing reserved."""
-        self._numbered = numbered
-        """Whether each window of a phase is a phase of its own."""
+        self._kind = partial(tracker, statistics, numbered=numbered)
+        """Makes the tracker of phases; ``numbered``: each window of one is a phase of its own."""
         self._statistics = statistics
         self.recorder = account
         """Attributes the memory, where that is recorded."""
@@ -123,8 +124,7 @@ class Meter:
         self.tracker = self._tracker()
 
     def _tracker(self) -> PhaseTracker:
-        positions = self.recorder.positions if self.recorder else tuple
-        return PhaseTracker(self._statistics, positions, numbered=self._numbered)
+        return self._kind(self.recorder.positions if self.recorder else tuple)
 
     def reused(self, fixture: FixtureKey, repeat_set_up: Callable[[], None]) -> None:
         """Meter a fixture that the body requests and that an earlier test has set up.
@@ -152,11 +152,8 @@ class Meter:
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Exclude allocations inside; memory that is kept counts from the end of the context on."""
-        with ExitStack() as paused:
-            paused.enter_context(self.tracker.unmeasured())
-            if self.recorder is not None:
-                paused.enter_context(self.recorder.observer.unmeasured())
-            paused.enter_context(self._statistics.unmeasured())
+        observed = self.recorder.observer.unmeasured() if self.recorder else nullcontext()
+        with self.tracker.unmeasured(), observed, self._statistics.unmeasured():
             yield
 
     def phases(self, device: int) -> Mapping[str, PhaseRecord]:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from pytest_gpumem.measurement.device_mode import NvmlMode, container_limit, mps_daemon_runs
 from pytest_gpumem.measurement.nvml_library import (
     NoDeviceError,
-    Nvml,
     NvmlSession,
     load_nvml,
     reason_of,
@@ -89,13 +88,7 @@ class NvmlReading(Plain):
     process_gpu_percent: int | None = None
 
 
-def read_device(
-    device: int | str = 0,
-    nvml: Nvml | None = None,
-    *,
-    environ: Mapping[str, str] | None = None,
-    pid: int | None = None,
-) -> NvmlReading | NvmlAbsent:
+def read_device(device: int | str = 0) -> NvmlReading | NvmlAbsent:
     """Read one device once; NVML is initialised and shut down inside.
 
     ``device`` is a UUID (``GPU-...``, ``MIG-...``, the bare digits torch prints, or the
@@ -103,7 +96,7 @@ def read_device(
     NVML may count differently, so prefer the UUID where torch provides it. To see this process, and
     to see MPS, read after the CUDA context exists.
     """
-    return _reading(nvml, lambda session: session.read(device), environ, pid)
+    return RepeatedReading(device).read()
 
 
 class RepeatedReading:
@@ -114,40 +107,30 @@ class RepeatedReading:
     the processes, and 0.3 ms for all the rest (H100, driver 580).
     """
 
-    def __init__(
-        self, device: int | str, nvml: Nvml | None = None, clock: Callable[[], float] = monotonic
-    ) -> None:
+    def __init__(self, device: int | str) -> None:
         self._device = device
-        self._nvml = nvml
-        self._clock = clock
         self._before: NvmlReading | None = None
         self._busy: Mapping[int, int] = {}
         self._asked = 0.0
 
     def read(self) -> NvmlReading | NvmlAbsent:
         """Read the device once."""
-        return _reading(self._nvml, self._read)
+        return _reading(self._read)
 
     def _read(self, session: _Reader) -> NvmlReading:
         handle = session.instance(session.find(self._device))
-        now = self._clock()
+        now = monotonic()
         if self._before is None or now - self._asked >= SAMPLE_PERIOD:
             self._busy, self._asked = session.percents(handle), now
         self._before = session.read_handle(handle, self._busy, self._before)
         return self._before
 
 
-def _reading(
-    nvml: Nvml | None,
-    read: Callable[[_Reader], T],
-    environ: Mapping[str, str] | None = None,
-    pid: int | None = None,
-) -> T | NvmlAbsent:
-    library = nvml if nvml is not None else load_nvml()
+def _reading(read: Callable[[_Reader], T]) -> T | NvmlAbsent:
+    library = load_nvml()
     if library is None:
         return NvmlAbsent(NOT_INSTALLED)
-    known = os.environ if environ is None else environ
-    session = _Reader(library, known, os.getpid() if pid is None else pid)
+    session = _Reader(library)
     try:
         library.nvmlInit()
         try:
@@ -158,22 +141,20 @@ def _reading(
         return NvmlAbsent(reason_of(error))
 
 
-def read_all(nvml: Nvml | None = None) -> list[NvmlReading] | NvmlAbsent:
+def read_all() -> list[NvmlReading] | NvmlAbsent:
     """Read every device of the host once, and every instance of those that MIG divides.
 
     ``CUDA_VISIBLE_DEVICES`` has no effect on it.
     """
-    return _reading(nvml, lambda session: session.read_each(session.handles()))
+    return _reading(lambda session: session.read_each(session.handles()))
 
 
-def read_visible(
-    nvml: Nvml | None = None, *, environ: Mapping[str, str] | None = None
-) -> list[NvmlReading] | NvmlAbsent:
-    """Read every device that CUDA shows a process of this environment, in CUDA's order.
+def read_visible() -> list[NvmlReading] | NvmlAbsent:
+    """Read every device that CUDA shows this process, in CUDA's order.
 
     Of a GPU that MIG divides, every instance is read, though CUDA shows a process only one.
     """
-    return _reading(nvml, lambda session: session.read_each(session.visible()), environ)
+    return _reading(lambda session: session.read_each(session.visible()))
 
 
 class NvmlMemory:
@@ -182,9 +163,8 @@ class NvmlMemory:
     Raises :class:`LookupError`, with one clause, where NVML provides none.
     """
 
-    def __init__(self, uuid: str, nvml: Nvml | None = None) -> None:
+    def __init__(self, uuid: str) -> None:
         self._uuid = uuid
-        self._given = nvml
         self._session: NvmlSession | None = None
         self._handle: Any = None
         self._process = 0
@@ -200,10 +180,10 @@ class NvmlMemory:
 
     def _opened(self) -> NvmlSession:
         if self._session is None or self._process != os.getpid():
-            library = self._given if self._given is not None else load_nvml()
+            library = load_nvml()
             if library is None:
                 raise LookupError(NOT_INSTALLED)
-            session = NvmlSession(library, {})
+            session = NvmlSession(library)
             try:
                 library.nvmlInit()
                 self._handle = session.by_uuid(self._uuid)
@@ -213,22 +193,13 @@ class NvmlMemory:
         return self._session
 
 
-@dataclass(frozen=True)
 class _Reader(NvmlSession):
-    """A session that makes readings for the process ``pid``."""
-
-    pid: int
-
-    def read(self, device: int | str) -> NvmlReading:
-        return self._read(self.instance(self.find(device)))
-
-    def _read(self, handle: Any) -> NvmlReading:
-        return self.read_handle(handle, self.percents(handle))
+    """A session that makes readings."""
 
     def visible(self) -> list[Any]:
         """Return the handles of the devices that CUDA shows."""
         handles = list(self.handles())
-        entries = visible_devices(self.environ.get("CUDA_VISIBLE_DEVICES"), len(handles))
+        entries = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), len(handles))
         chosen = [entry for entry in entries if isinstance(entry, int)]
         if len(chosen) not in (0, len(handles)):
             self.require_one_order(handles)
@@ -236,7 +207,8 @@ class _Reader(NvmlSession):
 
     def read_each(self, handles: Iterable[Any]) -> list[NvmlReading]:
         """Read devices, each instance of those that MIG divides."""
-        return [self._read(one) for each in handles for one in list(self.instances(each)) or [each]]
+        every = [one for each in handles for one in list(self.instances(each)) or [each]]
+        return [self.read_handle(one, self.percents(one)) for one in every]
 
     def read_handle(
         self, handle: Any, busy: Mapping[int, int], before: NvmlReading | None = None
@@ -247,7 +219,8 @@ class _Reader(NvmlSession):
         rates = self.query(nvml.nvmlDeviceGetUtilizationRates, handle)
         listed = self._processes(handle, busy)
         processes = listed or {}
-        own = processes.get(self.pid)
+        pid = os.getpid()
+        own = processes.get(pid)
         # One unrecognised process may be this one under its PID on the host; two cannot both be.
         alone = len(processes) == 1 if own else False if len(processes) > 1 else None
         return NvmlReading(
@@ -258,28 +231,16 @@ class _Reader(NvmlSession):
             used=int(memory.used),
             free=int(memory.free),
             process_used=own.used if own else None,
-            unattributed=self._unattributed(listed),
+            unattributed=_unattributed(listed, pid),
             others=None
             if listed is None
-            else tuple(each for each in processes.values() if each.pid != self.pid),
+            else tuple(each for each in processes.values() if each.pid != pid),
             alone=alone,
             mode=before.mode if before else self._mode(handle, processes, int(memory.total)),
             gpu_percent=None if rates is None else int(rates.gpu),
             memory_percent=None if rates is None else int(rates.memory),
-            process_gpu_percent=busy.get(self.pid),
+            process_gpu_percent=busy.get(pid),
         )
-
-    def _unattributed(self, processes: Mapping[int, NvmlProcess] | None) -> str | None:
-        if processes is None:
-            return "NVML does not list the device's processes"
-        if self.pid not in processes:
-            return (
-                f"this process (PID {self.pid}) is not among those NVML lists; "
-                "in a container their PIDs may be the host's"
-            )
-        if processes[self.pid].used is None:
-            return f"NVML does not say how much this process (PID {self.pid}) uses"
-        return None
 
     def _mode(self, handle: Any, processes: Mapping[int, NvmlProcess], total: int) -> NvmlMode:
         nvml = self.nvml
@@ -292,7 +253,7 @@ class _Reader(NvmlSession):
             mig_profile=(profile[1] if profile else "") if uuid.startswith("MIG-") else None,
             vgpu=virtualization == VIRTUALIZATION_MODE_VGPU,
             mps=bool(self.query(nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle))
-            or mps_daemon_runs(self.environ)
+            or mps_daemon_runs(os.environ)
             or any(process.name == MPS_SERVER for process in processes.values()),
             exclusive_process=compute_mode == COMPUTE_MODE_EXCLUSIVE_PROCESS,
             prohibited=compute_mode == COMPUTE_MODE_PROHIBITED,
@@ -311,7 +272,7 @@ class _Reader(NvmlSession):
             limits.nameSpace = os.fsencode(own_cgroup())
             self.query(question, handle, limits)
             by_cgroup = int(limits.hardLimit)  # 0 without an answer
-        found = container_limit(self.environ, index, total)
+        found = container_limit(os.environ, index, total)
         known = 0 < by_cgroup < NO_MEMORY_LIMIT
         if not known or (found and (found[1] or total) <= by_cgroup):
             return found
@@ -333,6 +294,20 @@ class _Reader(NvmlSession):
         samples = self.query(self.nvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
         latest = sorted(samples, key=lambda sample: int(sample.timeStamp))
         return {int(one.pid): int(one.smUtil) for one in latest if one.smUtil <= 100}
+
+
+def _unattributed(processes: Mapping[int, NvmlProcess] | None, pid: int) -> str | None:
+    """Return why the bytes of the process ``pid`` are not known, ``None`` where they are."""
+    if processes is None:
+        return "NVML does not list the device's processes"
+    if pid not in processes:
+        return (
+            f"this process (PID {pid}) is not among those NVML lists; "
+            "in a container their PIDs may be the host's"
+        )
+    if processes[pid].used is None:
+        return f"NVML does not say how much this process (PID {pid}) uses"
+    return None
 
 
 def own_cgroup() -> str:

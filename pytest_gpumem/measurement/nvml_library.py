@@ -6,6 +6,7 @@ call fail is one exception whose cause :func:`reason_of` returns.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,10 +57,9 @@ def reason_of(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class NvmlSession:
-    """A session of the initialised library; ``environ`` determines CUDA's visible devices."""
+    """A session of the initialised library."""
 
     nvml: Nvml
-    environ: Mapping[str, str]
 
     def query(self, call: Callable[..., T], *args: Any) -> T | None:
         """Return the result of ``call``, ``None`` where device, driver or permission deny it."""
@@ -101,7 +101,7 @@ class NvmlSession:
         if isinstance(device, str):
             return self.by_uuid(device)
         handles = list(self.handles())
-        visible = self.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         entries = visible_devices(visible, len(handles))
         if not 0 <= device < len(entries):
             shown = "unset" if visible is None else repr(visible)
@@ -119,7 +119,7 @@ class NvmlSession:
         """Raise :class:`NoDeviceError` where CUDA's indices may mean other devices than NVML's."""
         # CUDA counts the fastest first by default, NVML by PCI bus: only equal devices
         # are counted alike.
-        if self.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
             return
         if len({self.nvml.nvmlDeviceGetName(handle) for handle in handles}) > 1:
             raise NoDeviceError(
@@ -167,7 +167,7 @@ class NvmlSession:
         It is the first, unless CUDA_VISIBLE_DEVICES names another: torch may report the UUID of
         the whole GPU.
         """
-        visible = self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         wanted = tuple(text for text in map(str.strip, visible) if text.startswith("MIG-"))
         instances = list(self.instances(handle))
         named = (one for one in instances if self.nvml.nvmlDeviceGetUUID(one).startswith(wanted))

@@ -11,15 +11,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from pytest_gpumem.attribution.history import GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
+from pytest_gpumem.measurement import contents
 from pytest_gpumem.measurement.carried import Held, MadeSince
-from pytest_gpumem.measurement.contents import (
-    accumulated_gradients,
-    parts_of,
-    sharded_parameters,
-    states_of,
-    storage_address,
-    tensors_in,
-)
 from pytest_gpumem.measurement.facts import Facts
 from pytest_gpumem.measurement.leaks import part_of
 from pytest_gpumem.measurement.phases import Positions
@@ -130,14 +123,14 @@ class MemoryObserver:
 
     # Wrappers of torch's functions while a test runs.
 
-    def wrappers(self) -> tuple[tuple[Any, str, Callable[[Function], Any]], ...]:
-        """Return functions to be wrapped as long as the test runs: owner, name and how."""
+    def wrappers(self) -> tuple[tuple[Any, str, Function], ...]:
+        """Return owner and name of functions, and what is called in their place with them first."""
         return (
-            (torch.nn.Module, "_apply", self._moving),
-            (torch.nn.Module, "__setstate__", self._restoring),
-            (torch.nn.Parameter, "__new__", self._making),
-            (torch.optim.Optimizer, "zero_grad", self._zeroing),
-            (torch.nn.functional, "scaled_dot_product_attention", self._attending),
+            (torch.nn.Module, "_apply", self._move),
+            (torch.nn.Module, "__setstate__", self._restore),
+            (torch.nn.Parameter, "__new__", self._make),
+            (torch.optim.Optimizer, "zero_grad", self._zero),
+            (torch.nn.functional, "scaled_dot_product_attention", self._attend),
         )
 
     def calling(self, call: Function) -> Function:
@@ -185,103 +178,77 @@ class MemoryObserver:
     ) -> None:
         """Record the facts of a call."""
         if is_forward:
-            self.facts.forward(self._owned, lambda: tensors_in(arguments, DEEPEST_INPUT))
+            self.facts.forward(self._owned, lambda: contents.tensors_in(arguments, DEEPEST_INPUT))
             if is_first:
                 self.facts.model(module)
         elif is_outermost and self._span is not None and self._span[0] == "backward":
             self.facts.recomputed(path)
         self.facts.called(path, arguments[0])
 
-    def _moving(self, apply: Function) -> Function:
-        """Wrap ``Module._apply``, which ``cuda()`` and ``to()`` call."""
+    def _move(self, apply: Function, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call ``Module._apply``, as ``cuda()`` and ``to()`` do."""
+        if self._moves:
+            return apply(module, *args, **kwargs)
+        self._moves = True
+        try:
+            result = apply(module, *args, **kwargs)
+        finally:
+            self._moves = False
+        self._called.clear()
+        self.watch(module)
+        return result
 
-        @functools.wraps(apply)
-        def moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._moves:
-                return apply(module, *args, **kwargs)
-            self._moves = True
-            try:
-                result = apply(module, *args, **kwargs)
-            finally:
-                self._moves = False
-            self._called.clear()
-            self.watch(module)
-            return result
+    def _make(self, new: Function, *args: Any, **kwargs: Any) -> Any:
+        """Call ``Parameter.__new__``: modules may never be called."""
+        parameter = new(*args, **kwargs)
+        self._see(self._positions(), parameter, PARAMETERS, "", "")
+        return parameter
 
-        return moved
+    def _restore(self, set_state: Function, module: torch.nn.Module, state: Any) -> None:
+        """Call ``Module.__setstate__``, as ``deepcopy`` does."""
+        set_state(module, state)
+        now, owner = self._positions(), type(module).__name__
+        for name, buffer in module._buffers.items():
+            self._see(now, buffer, OTHER, owner, name)
 
-    def _making(self, new: Function) -> Any:
-        """Wrap ``Parameter.__new__``: modules may never be called."""
+    def run_backward(self, run: Function, *args: Any, **kwargs: Any) -> Any:
+        """Call ``run``, autograd's entry, and record it."""
+        mine = self.begin("backward")
+        self.facts.backward(bool(args[2:3] and args[2]))
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._see_gradients()
+            if mine:
+                self.end()
 
-        @functools.wraps(new)
-        def made(*args: Any, **kwargs: Any) -> Any:
-            parameter = new(*args, **kwargs)
-            self._see(self._positions(), parameter, PARAMETERS, "", "")
-            return parameter
+    def _zero(self, zero: Function, owner: Any, set_to_none: bool = True) -> Any:
+        self.facts.zeroed(set_to_none)
+        return zero(owner, set_to_none)
 
-        return staticmethod(made)
-
-    def _restoring(self, set_state: Function) -> Function:
-        """Wrap ``Module.__setstate__``, which ``deepcopy`` calls."""
-
-        @functools.wraps(set_state)
-        def restored(module: torch.nn.Module, state: Any) -> None:
-            set_state(module, state)
-            now, owner = self._positions(), type(module).__name__
-            for name, buffer in module._buffers.items():
-                self._see(now, buffer, OTHER, owner, name)
-
-        return restored
-
-    def running_backward(self, run: Function) -> Function:
-        """Return a wrapper of ``run``, autograd's entry, that records it."""
-
-        @functools.wraps(run)
-        def ran(*args: Any, **kwargs: Any) -> Any:
-            mine = self.begin("backward")
-            self.facts.backward(bool(args[2:3] and args[2]))
-            try:
-                return run(*args, **kwargs)
-            finally:
-                self._see_gradients()
-                if mine:
-                    self.end()
-
-        return ran
-
-    def _zeroing(self, zero: Function) -> Function:
-        @functools.wraps(zero)
-        def zeroed(owner: Any, set_to_none: bool = True) -> Any:
-            self.facts.zeroed(set_to_none)
-            return zero(owner, set_to_none)
-
-        return zeroed
-
-    def _attending(self, attend: Function) -> Function:
-        @functools.wraps(attend)
-        def attended(
-            query: Any,
-            key: Any,
-            value: Any,
-            attn_mask: Any = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            **others: Any,
-        ) -> Any:
-            params = query, key, value, attn_mask, dropout_p, is_causal
-            if torch.compiler.is_compiling() or torch._C._is_tracing():
-                return attend(*params, **others)
-            why = self._attend(*params, bool(others.get("enable_gqa"))) or ""
-            try:
-                return attend(*params, **others)
-            except torch.OutOfMemoryError:
-                self.facts.failed_unfused = why
-                raise
-
-        return attended
+    def _attend(
+        self,
+        attend: Function,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> Any:
+        params = query, key, value, attn_mask, dropout_p, is_causal
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            return attend(*params, **others)
+        why = self._attends(*params, bool(others.get("enable_gqa"))) or ""
+        try:
+            return attend(*params, **others)
+        except torch.OutOfMemoryError:
+            self.facts.failed_unfused = why
+            raise
 
     @_tolerant
-    def _attend(self, *params: Any) -> str:
+    def _attends(self, *params: Any) -> str:
         return self.facts.attends(*params)
 
     def begin(self, name: str) -> bool:
@@ -308,7 +275,7 @@ class MemoryObserver:
                 self._name(module)
             self._see_module(self._positions(), module)
         now = self._positions()
-        for tensor in tensors_in(arguments, DEEPEST_INPUT):
+        for tensor in contents.tensors_in(arguments, DEEPEST_INPUT):
             if part_of(tensor, "grad_fn") is None:
                 self._see(now, tensor, INPUTS, "", "")
                 self.facts.given(tensor)
@@ -343,7 +310,7 @@ class MemoryObserver:
         for path, name, parameter in self._parameters_of(module):
             self._see(now, parameter.grad, GRADIENTS, path, name)
         for part in module.modules():
-            for owner, name, gradient in accumulated_gradients(part):
+            for owner, name, gradient in contents.accumulated_gradients(part):
                 self._see(now, gradient, GRADIENTS, self._paths.get(owner, ""), name)
 
     def _parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -353,7 +320,7 @@ class MemoryObserver:
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     yield path, name, parameter
-            for owner, name, sharded in sharded_parameters(part):
+            for owner, name, sharded in contents.sharded_parameters(part):
                 yield self._paths.get(owner, ""), name, sharded
 
     @_tolerant
@@ -367,7 +334,7 @@ class MemoryObserver:
         for parameter in _parameters(optimizer):
             if not owners.get(id(parameter)):
                 self._see(now, parameter, PARAMETERS, "", "")
-        for key, name, value in states_of(optimizer):
+        for key, name, value in contents.states_of(optimizer):
             self._see(now, value, OPTIMIZER_STATE, owners.get(id(key), ""), f"{kind}.{name}")
 
     def _owned(self) -> Iterator[int]:
@@ -377,15 +344,15 @@ class MemoryObserver:
             for tensor in (*module.parameters(), *module.buffers()):
                 held += (tensor, tensor.grad)
         for optimizer in list(self._optimizers):
-            held += (value for _, _, value in states_of(optimizer))
+            held += (value for _, _, value in contents.states_of(optimizer))
         for value in held:
             if isinstance(value, torch.Tensor):
-                yield from map(storage_address, parts_of(value))
+                yield from map(contents.storage_address, contents.parts_of(value))
 
     def _see(self, now: Positions, value: Any, category: str, path: str, name: str) -> None:
         """Record the memory of ``value`` if it is a tensor."""
-        for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
-            if address := storage_address(part):
+        for part in contents.parts_of(value) if isinstance(value, torch.Tensor) else ():
+            if address := contents.storage_address(part):
                 self.observations.append((now, address, category, path, name))
 
 

@@ -69,7 +69,8 @@ class RecordedOrigin:
     @cached_property
     def node(self) -> str | None:
         """The autograd node; needs C++ frames."""
-        return self._found(NODE)
+        matches = (NODE.search(frame["name"]) for frame in self.frames)
+        return next((match[1] for match in matches if match), None)
 
     @cached_property
     def operator_name(self) -> str | None:
@@ -120,10 +121,6 @@ class RecordedOrigin:
             called = f"{Path(filename).stem}.{frame['name']}"
         return called
 
-    def _found(self, pattern: re.Pattern[str]) -> str | None:
-        matches = (pattern.search(frame["name"]) for frame in self.frames)
-        return next((match[1] for match in matches if match), None)
-
 
 def _is_factory(operator: str) -> bool:
     return operator.lstrip("_").startswith(_FACTORIES)
@@ -152,10 +149,18 @@ class RecordedHistory:
 
     @contextmanager
     def during(self, stacks: str) -> Iterator[None]:
-        """Record inside; ``stacks`` as in :func:`recording`."""
-        with recording(stacks):
+        """Record the allocator's events and their stacks inside.
+
+        ``stacks`` is ``python`` or ``all`` (C++ frames too, where torch can unwind them).
+        """
+        if not _unwinds_cpp():
+            stacks = "python"
+        torch.cuda.memory._record_memory_history("all", context="all", stacks=stacks)
+        try:
             self._start = self.positions()
             yield
+        finally:
+            torch.cuda.memory._record_memory_history(None)
 
     def positions(self) -> Sequence[int]:
         """Return the number of allocations and frees, by device."""
@@ -301,26 +306,6 @@ Recorder = RecordedHistory | SimulatedRecorder
 
 LONGEST_NAME = 120
 """Characters of a test's id in a file name; the rest is replaced by a digest."""
-
-
-@contextmanager
-def recording(stacks: str | None) -> Iterator[None]:
-    """Record the allocator's events and their stacks inside.
-
-    ``stacks`` is ``python`` or ``all`` (C++ frames too, where torch can unwind them); ``None``
-    records nothing, the default on a GPU because stacks cost time. A simulated device records
-    Python frames in any case.
-    """
-    if stacks is None:
-        yield
-        return
-    if not _unwinds_cpp():
-        stacks = "python"
-    torch.cuda.memory._record_memory_history("all", context="all", stacks=stacks)
-    try:
-        yield
-    finally:
-        torch.cuda.memory._record_memory_history(None)
 
 
 def _unwinds_cpp() -> bool:

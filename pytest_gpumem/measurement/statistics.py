@@ -20,14 +20,8 @@ import pytest
 import torch
 
 from pytest_gpumem.garbage import paused
+from pytest_gpumem.simulated.gpu import workspaces
 from pytest_gpumem.simulated.gpu.device import parse_version
-from pytest_gpumem.simulated.gpu.workspaces import (
-    LARGE_BYTES,
-    WorkspaceSettings,
-    dropout_state_bytes,
-    lt_workspace_bytes,
-    workspace_bytes,
-)
 
 _POOLS = ("large_pool", "small_pool")
 MOST_IN_SMALL_POOL = 1 << 20
@@ -161,7 +155,9 @@ class CudaStatistics:
 
     def dropout_states(self) -> frozenset[Block]:
         """Return the states of the dropout of recurrent layers, which torch never frees."""
-        return frozenset(self._active({i: {_dropout_state_bytes(i)} for i in self._devices()}))
+        units = {device: _properties(device).multi_processor_count for device in self._devices()}
+        sizes = {device: {workspaces.dropout_state_bytes(count)} for device, count in units.items()}
+        return frozenset(self._active(sizes))
 
     def synchronize(self) -> None:
         """Wait for every device in use; one without allocations is left untouched."""
@@ -278,9 +274,7 @@ def possible_sizes(device: int) -> frozenset[int] | None:
     if _per_operation():
         return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    # Not get_device_capability(), which asks for the number of devices: a fixture that is set up
-    # meanwhile would be taken to depend on it.
-    found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
+    found = _properties(device)
     sizes = _sizes(config, (found.major, found.minor))
     # Since 2.13 code may set them (torch.backends.cuda).
     names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
@@ -289,21 +283,22 @@ def possible_sizes(device: int) -> frozenset[int] | None:
 
 @cache
 def _per_operation() -> bool:
-    return WorkspaceSettings(parse_version(None), (0, 0), None).per_operation
+    return workspaces.WorkspaceSettings(parse_version(None), (0, 0), None).per_operation
 
 
 @cache
 def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
     version = parse_version(None)
-    ours = workspace_bytes(config, version, capability)
+    ours = workspaces.workspace_bytes(config, version, capability)
     # 2.14 lists more GPUs with the large one than earlier releases: a size too many
     # costs nothing, one too few would count a workspace as something else.
-    return frozenset({ours, lt_workspace_bytes(version, ours), LARGE_BYTES})
+    return frozenset({ours, workspaces.lt_workspace_bytes(version, ours), workspaces.LARGE_BYTES})
 
 
-def _dropout_state_bytes(device: int) -> int:
-    found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
-    return dropout_state_bytes(found.multi_processor_count)
+def _properties(device: int) -> Any:
+    # Not get_device_properties(), which asks for the number of devices: a fixture that is set up
+    # meanwhile would be taken to depend on it.
+    return torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
 
 
 Pause = Callable[[], AbstractContextManager[None]]

@@ -2,7 +2,7 @@
 
 ``entry`` runs it as ``python`` would, in tests too, ``stopping`` ends it, and ``measured`` assigns
 memory to its iterations and prevents writing shapes over a checkpoint. Each run has a process of
-its own: ``child`` runs in it, and ``process`` starts it, again where one run does not suffice.
+its own: ``measured`` runs in it, and ``process`` starts it, again where one run does not suffice.
 
-Only ``stopping``, ``measured`` and ``child`` import torch.
+Only ``stopping`` and ``measured`` import torch.
 """

@@ -1,10 +1,12 @@
-"""A run of a script on a device, from its first line until it ends or is ended."""
+"""One run of a script in its own process: on a device, from its first line to its end."""
 
 from __future__ import annotations
 
-import functools
+import atexit
 import importlib
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
-from pytest_gpumem.device.device import Device
+from pytest_gpumem.device import ValueLevel
+from pytest_gpumem.device.device import ComputingDevice, Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.measurement.automatic_phases import BACKWARD, FORWARD, STEP
 from pytest_gpumem.measurement.composition import PeakRecorder
@@ -28,11 +30,17 @@ from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.script.entry import Script, chain
-from pytest_gpumem.script.process import ITERATION, LOAD
-from pytest_gpumem.script.stopping import Alarm, Steps
+from pytest_gpumem.prediction.child import UNBOUNDED
+from pytest_gpumem.prediction.function import device_here
+from pytest_gpumem.script import process as endings
+from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
+from pytest_gpumem.script.process import ITERATION, LOAD, Request, ScriptResult
+from pytest_gpumem.script.stopping import Alarm, Steps, StopError
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.simulated.surface.checkpoints import gives_no_values, restore_unknown
+from pytest_gpumem.values.errors import SimulationError, UnknownValueError
 from pytest_gpumem.values.measurement import CALL, SETUP, Measurement, PhaseRecord
 
 STACKS = "all"
@@ -53,30 +61,12 @@ class ScriptRun:
     out_of_memory: OutOfMemory | None
 
 
-class _Meter(Meter):
-    """A meter whose phases are iterations of a script."""
+def run_measured(request: Request, device: Device, resources: ExitStack) -> ScriptRun:
+    """Run the script of ``request`` on ``device``, for as many steps and seconds as it says.
 
-    tracker: Iterations
-
-    def _tracker(self) -> Iterations:
-        assert self.recorder is not None
-        return Iterations(self._statistics, self.recorder.positions)
-
-
-def run_measured(
-    script: Script,
-    device: Device,
-    resources: ExitStack,
-    *,
-    steps: int,
-    seconds: float,
-    note: str = "",
-) -> ScriptRun:
-    """Run ``script`` on ``device``, for ``steps`` steps of its optimizer and ``seconds`` at most.
-
-    ``note`` is added to its numbers. The device is active until ``resources`` are closed: exit
-    handlers of the script need it.
+    The device is active until ``resources`` are closed: exit handlers of the script need it.
     """
+    script = request.script
     resources.enter_context(device.active())
     resources.enter_context(device.measuring(script.name))
     statistics = CudaStatistics(device.workspaces)
@@ -86,17 +76,19 @@ def run_measured(
         recorder = RecordedHistory()
         resources.enter_context(recorder.during(STACKS))
     account = PeakRecorder(recorder, os.getcwd())  # noqa: PTH109 - a string
-    meter = _Meter(statistics, FixtureRecords(), account)
+    meter = Meter(statistics, FixtureRecords(), account, tracker=Iterations)
+    tracker = meter.tracker
+    assert isinstance(tracker, Iterations)
     device.begin_test(script.name, (), lambda *_: None)
-    counter = Steps(steps, lambda more: meter.tracker.iterated(more=more))
-    alarm = Alarm(seconds)
+    counter = Steps(request.steps, lambda more: tracker.iterated(more=more))
+    alarm = Alarm(request.seconds)
     kept: AbstractContextManager[None] = nullcontext()
     if isinstance(device, SimulatedDevice) and not device.has_values:
         kept = checkpoints_protected(device.note)
     begin = time.monotonic()
     error: BaseException | None = None
     with meter.running(()):
-        meter.tracker.load()
+        tracker.load()
         try:
             with kept, meter.watching(), counter.counted(), alarm.set():
                 device.restart_collector()
@@ -104,19 +96,21 @@ def run_measured(
             device.end_body()
         except BaseException as raised:
             error = raised
-        meter.tracker.iterated(more=False)
+        tracker.iterated(more=False)
     taken = time.monotonic() - begin
     found = meter.measurements((), (), device=device.index, passed=False)
-    measured = {}
+    measured, notes = {}, list[str]()
+    if request.again and request.computed is ValueLevel.ALL:
+        notes.append(f"run again with real values on the CPU: {request.again}")
     for index, one in found.items():
         phases = {phase.name: phase for phase in _shown(one.phases, counter.count)}
         one = device.complete(replace(one, phases=phases))
-        measured[index] = replace(one, notes=(*filter(None, [note]), *one.notes))
+        measured[index] = replace(one, notes=(*notes, *one.notes))
     own = measured.pop(device.index)
     others = (one for one in measured.values() if one.peak_allocated > 0)
     post_mortem = None
     if is_out_of_memory(error):
-        post_mortem = account.out_of_memory(device.index, meter.tracker, device.total_memory)
+        post_mortem = account.out_of_memory(device.index, tracker, device.total_memory)
     return ScriptRun(error, counter.count, alarm.rang, taken, (own, *others), post_mortem)
 
 
@@ -142,8 +136,6 @@ def checkpoints_protected(note: Callable[[str], None]) -> Iterator[None]:
     A distributed checkpoint is not written to a folder that holds one with values either. ``note``
     is called with a sentence for each.
     """
-    save = torch.save
-    prepare = FileSystemWriter.prepare_local_plan
     elsewhere: list[tempfile.TemporaryDirectory[str]] = []
 
     def note_kept(writer: str, path: Path) -> None:
@@ -152,7 +144,7 @@ def checkpoints_protected(note: Callable[[str], None]) -> Iterator[None]:
             "values"
         )
 
-    def preparing(writer: FileSystemWriter, plan: Any) -> Any:
+    def prepare_local_plan(prepare: Callable[..., Any], writer: FileSystemWriter, plan: Any) -> Any:
         folder = Path(writer.path)
         if any(not _has_no_values(part) for part in folder.glob("*.distcp")):
             elsewhere.append(tempfile.TemporaryDirectory())
@@ -160,41 +152,38 @@ def checkpoints_protected(note: Callable[[str], None]) -> Iterator[None]:
             note_kept(f"a distributed checkpoint at {user_line()}", folder)
         return prepare(writer, plan)
 
-    @functools.wraps(save)
-    def keeping(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    def save(write: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         path = Path(f) if isinstance(f, (str, os.PathLike)) else None
         if path is None or not path.is_file() or _has_no_values(path):
-            save(obj, f, *args, **kwargs)
+            write(obj, f, *args, **kwargs)
             return
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             new = Path(folder) / path.name
-            save(obj, new, *args, **kwargs)
+            write(obj, new, *args, **kwargs)
             if not _has_no_values(new):
                 new.replace(path)
                 return
         note_kept(f"torch.save at {user_line()}", path)
 
-    def serializing(serialize: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(serialize)
-        def call(tensors: Any, filename: Any, metadata: Any = None) -> None:
-            if not gives_no_values():
-                serialize(tensors, filename, metadata=metadata)
-                return
-            path = Path(filename)
-            if not path.is_file() or _has_no_values(path):
-                serialize(tensors, filename, metadata={**(metadata or {}), **_METADATA})
-                return
-            note_kept(f"safetensors at {callers_line()}", path)
+    def serialize_file(
+        write: Callable[..., None], tensors: Any, filename: Any, metadata: Any = None
+    ) -> None:
+        if not gives_no_values():
+            write(tensors, filename, metadata=metadata)
+            return
+        path = Path(filename)
+        if not path.is_file() or _has_no_values(path):
+            write(tensors, filename, metadata={**(metadata or {}), **_METADATA})
+            return
+        note_kept(f"safetensors at {callers_line()}", path)
 
-        return call
-
-    with pytest.MonkeyPatch.context() as patches:
-        if find_spec("safetensors") is not None:
-            module = importlib.import_module("safetensors.torch")
-            patches.setattr(module, "serialize_file", serializing(module.serialize_file))
-        for place in (torch, torch.serialization):
-            patches.setattr(place, "save", keeping)
-        patches.setattr(FileSystemWriter, "prepare_local_plan", preparing)
+    patches = Patches()
+    if find_spec("safetensors") is not None:
+        patches.wrap(importlib.import_module("safetensors.torch"), "serialize_file", serialize_file)
+    for place in (torch, torch.serialization):
+        patches.wrap(place, "save", save)
+    patches.wrap(FileSystemWriter, "prepare_local_plan", prepare_local_plan)
+    with patches.applied():
         try:
             yield
         finally:
@@ -261,3 +250,97 @@ def _shown(found: Mapping[str, PhaseRecord], steps: int) -> Iterator[PhaseRecord
             yield replace(phase, name=part, parent=None)
         else:
             yield replace(phase, parent=parent)
+
+
+def main(path: str) -> None:
+    """Run the request in the file ``path``, and write the answer."""
+    request = Request.from_file(Path(path))
+    sys.path.pop(0)  # where this package was found; Python puts the script's folder there
+    resources = ExitStack()
+    atexit.register(resources.close)  # behind whatever the script registers
+    if request.gpu == endings.MEASURED and not torch.cuda.is_available():
+        why = "--gpu cuda: torch sees no CUDA device; name a model to be simulated"
+        ScriptResult(endings.NOT_RUN, why).to_file(request.answer)
+        return
+    device = _device(request)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    run = run_measured(request, device, resources)
+    answer = _answer(run, device)
+    sys.stdout.flush()
+    if answer.next_values(request.seconds) is not None:
+        pass  # it runs again: the error depends on values
+    elif answer.ending == endings.RAISED:
+        show_traceback(run.error or AssertionError())
+    elif (
+        answer.ending == endings.EXITED
+        and isinstance(run.error, SystemExit)
+        and not isinstance(run.error.code, int)
+    ):
+        print(run.error.code, file=sys.stderr)  # as Python does for sys.exit("why")
+    answer.to_file(request.answer)
+
+
+def _device(request: Request) -> Device:
+    if request.gpu == endings.MEASURED or request.gpu.startswith(endings.DRY):
+        return device_here(request.computed)
+    machine = find_machine(request.gpu)
+    if request.unbounded:
+        machine = Machine(replace(machine.model, total_memory=UNBOUNDED), machine.count)
+    return SimulatedDevice(machine, real_values=request.computed is ValueLevel.ALL)
+
+
+def _answer(run: ScriptRun, device: Device) -> ScriptResult:
+    ending, sentence = _ending(run)
+    computing = device if isinstance(device, ComputingDevice) else None
+    used = computing is not None and computing.next_level is not None and computing.used_placeholder
+    again = None
+    if computing is not None and ending != endings.INTERRUPTED:
+        failed = used and ending in (endings.RAISED, endings.EXITED)
+        is_unknown = ending == endings.UNKNOWN
+        again = sentence if is_unknown else computing.reason_to_rerun(None, failed=failed)
+        if computing.decided_by is not None:
+            ending, sentence = endings.UNKNOWN, computing.decided_by
+    found = run.out_of_memory
+    return ScriptResult(
+        ending,
+        sentence,
+        run.steps,
+        round(run.seconds, 2),
+        device.environment.gpu,
+        device.total_memory,
+        torch.__version__.partition("+")[0],
+        run.measurements,
+        found.to_dict() if found else None,
+        tuple(found.lines()) if found else (),
+        used_placeholder=used,
+        again=again or "",
+        further=computing.next_level if computing is not None and again else None,
+        work=computing.work.seconds if computing is not None else 0.0,
+    )
+
+
+def _ending(run: ScriptRun) -> tuple[str, str]:
+    """Return how a run ended, and the sentence on it, which may be empty."""
+    error = run.error
+    if error is None:
+        return endings.ENDED, ""
+    for one in chain(error):
+        if isinstance(one, StopError):
+            return (endings.TIME if run.time_is_over else endings.STOPPED), ""
+        if isinstance(one, UnknownValueError):
+            return endings.UNKNOWN, str(one)
+        if isinstance(one, SimulationError):
+            return endings.REFUSED, str(one)
+    if is_out_of_memory(error):
+        return endings.OUT_OF_MEMORY, ""
+    if isinstance(error, SystemExit):
+        given = 0 if error.code is None else error.code
+        code = given & 0xFF if isinstance(given, int) else 1  # as a shell sees it
+        return (endings.EXITED, str(code)) if code else (endings.ENDED, "")
+    if isinstance(error, ScriptError):
+        return endings.NOT_RUN, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return endings.INTERRUPTED, ""
+    text = str(error).strip().partition("\n")[0]
+    return endings.RAISED, f"{type(error).__name__}: {text}" if text else type(error).__name__

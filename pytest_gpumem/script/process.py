@@ -114,7 +114,7 @@ import signal, sys
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 sys.path[0] = sys.argv[1]
-from pytest_gpumem.script.child import main
+from pytest_gpumem.script.measured import main
 main(sys.argv[2])
 """
 """The child's start; it makes Ctrl-C end the process silently until the script begins."""

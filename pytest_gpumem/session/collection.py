@@ -18,91 +18,82 @@ _DEVICE = r"(?i)cuda|gpu|accelerator|is_available|device"
 """Words in conditions on a device, and in their reasons."""
 
 
-class Collection:
-    """The checks of what one process collects."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-
-    def check(self, report: pytest.CollectReport) -> None:
-        """Turn an error in a test's marker into an error of its collection."""
-        items = [node for node in report.result or () if isinstance(node, pytest.Item)]
-        problems = ((item.nodeid, self._parts.expectations.problem(item)) for item in items)
-        errors = [f"{nodeid}: {problem}" for nodeid, problem in problems if problem]
-        if errors:
+def check(parts: Parts, report: pytest.CollectReport) -> None:
+    """Turn an error in a test's marker into an error of its collection."""
+    items = [node for node in report.result or () if isinstance(node, pytest.Item)]
+    problems = ((item.nodeid, parts.expectations.problem(item)) for item in items)
+    errors = [f"{nodeid}: {problem}" for nodeid, problem in problems if problem]
+    if errors:
+        report.outcome = "failed"
+        report.longrepr = "\n".join(errors)
+        report.result = []
+    # A question that imports torch is asked only where its answer matters.
+    elif items and (why := parts.why_not):
+        found = (parts.shares(item) for item in items)
+        if any(one and one[1] is parts.selector.measured_device() for one in found):
+            if not parts.is_worker:
+                raise pytest.UsageError(why)
+            # The controller ends the run.
             report.outcome = "failed"
-            report.longrepr = "\n".join(errors)
+            report.longrepr = why
             report.result = []
-        # A question that imports torch is asked only where its answer matters.
-        elif items and (why := self._parts.why_not):
-            found = (self._parts.shares(item) for item in items)
-            if any(one and one[1] is self._parts.selector.measured_device() for one in found):
-                if not self._parts.is_worker:
-                    raise pytest.UsageError(why)
-                # The controller ends the run.
-                report.outcome = "failed"
-                report.longrepr = why
-                report.result = []
-                setattr(report, REFUSAL, True)
+            setattr(report, REFUSAL, True)
 
-    def note_module(self, collector: pytest.Collector, report: pytest.CollectReport) -> None:
-        """Record a module that skipped itself by a condition on the device."""
-        if (
-            report.skipped
-            and self._imports_without_gpu
-            and isinstance(collector, pytest.Module)
-            and _skipped_for_its_device(
-                collector.path, report.longrepr, everything=self._parts.settings.all
-            )
-        ):
-            self._parts.results.skipped_modules.add(report.nodeid)
 
-    def note_skip(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Record a marked test that a condition skipped when its module was imported."""
-        if (
-            report.skipped
-            and report.when != "teardown"
-            and self._imports_without_gpu
-            and (self._parts.settings.all or item.get_closest_marker(MARKER_NAME))
-            and _is_skipped_at_import(item)
-        ):
-            setattr(report, SKIPPED_AT_IMPORT, True)
+def note_module(parts: Parts, collector: pytest.Collector, report: pytest.CollectReport) -> None:
+    """Record a module that skipped itself by a condition on the device."""
+    if (
+        report.skipped
+        and _imports_without_gpu(parts)
+        and isinstance(collector, pytest.Module)
+        and _skipped_for_its_device(collector.path, report.longrepr, everything=parts.settings.all)
+    ):
+        parts.results.skipped_modules.add(report.nodeid)
 
-    @property
-    def _imports_without_gpu(self) -> bool:
-        """Whether modules are imported before the GPU of their tests is simulated."""
-        settings = self._parts.settings
-        return (
-            settings.sim_scope == "test"
-            and not self._parts.selector.off
-            and settings.device.kind != "cuda"
-        )
 
-    def selected(self, items: Sequence[pytest.Item]) -> None:
-        """Prepare for the tests that are left, and send their needs to the controller.
+def note_skip(parts: Parts, item: pytest.Item, report: pytest.TestReport) -> None:
+    """Record a marked test that a condition skipped when its module was imported."""
+    if (
+        report.skipped
+        and report.when != "teardown"
+        and _imports_without_gpu(parts)
+        and (parts.settings.all or item.get_closest_marker(MARKER_NAME))
+        and _is_skipped_at_import(item)
+    ):
+        setattr(report, SKIPPED_AT_IMPORT, True)
 
-        Raises ``pytest.UsageError`` where no GPU is present, in a run that requests ``cuda``.
-        """
-        parts = self._parts
-        if (
-            parts.settings.device.kind == "cuda"
-            # A worker of pytest-xdist cannot end a run: in it the first test fails instead.
-            and not (parts.is_worker or parts.config.option.collectonly or parts.selector.world)
-            and any(item.get_closest_marker(MARKER_NAME) for item in items)
-        ):
-            try:
-                parts.selector.measured_device()
-            except DeviceError as error:
-                raise pytest.UsageError(str(error)) from None
-        if not (parts.selector.off or parts.is_one_of_several):
-            expectations = map(parts.expectations.of, items)
-            if any(expectation and expectation.isolate for expectation in expectations):
-                parts.isolation.prepare()
-        if parts.launched is not None:
-            parts.launched.join_ranks(items, parts.expectations)
-        if parts.sharing is not None and parts.is_worker:
-            shared = ((item, parts.shares(item)) for item in items)
-            parts.sharing.plan((item, *found) for item, found in shared if found)
+
+def _imports_without_gpu(parts: Parts) -> bool:
+    """Return whether modules are imported before the GPU of their tests is simulated."""
+    settings = parts.settings
+    is_later = settings.sim_scope == "test" and settings.device.kind != "cuda"
+    return is_later and not parts.selector.off
+
+
+def selected(parts: Parts, items: Sequence[pytest.Item]) -> None:
+    """Prepare for the tests that are left, and send their needs to the controller.
+
+    Raises ``pytest.UsageError`` where no GPU is present, in a run that requests ``cuda``.
+    """
+    if (
+        parts.settings.device.kind == "cuda"
+        # A worker of pytest-xdist cannot end a run: in it the first test fails instead.
+        and not (parts.is_worker or parts.config.option.collectonly or parts.selector.world)
+        and any(item.get_closest_marker(MARKER_NAME) for item in items)
+    ):
+        try:
+            parts.selector.measured_device()
+        except DeviceError as error:
+            raise pytest.UsageError(str(error)) from None
+    if not (parts.selector.off or parts.is_one_of_several):
+        expectations = map(parts.expectations.of, items)
+        if any(expectation and expectation.isolate for expectation in expectations):
+            parts.isolation.prepare()
+    if parts.launched is not None:
+        parts.launched.join_ranks(items, parts.expectations)
+    if parts.sharing is not None and parts.is_worker:
+        shared = ((item, parts.shares(item)) for item in items)
+        parts.sharing.plan((item, *found) for item, found in shared if found)
 
 
 def _skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) -> bool:

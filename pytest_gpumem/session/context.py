@@ -72,8 +72,6 @@ class Parts:
         self.results = Results(config, settings)
         self.expectations = Expectations(settings, self.selector)
         self.launched = self._launched()
-        self.closing = ExitStack()
-        """The contexts that restore the state of the process at its end."""
         self.ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
@@ -158,7 +156,7 @@ class Parts:
         from pytest_gpumem.session.sharing import Sharing
 
         sharing = Sharing(self.config, self.settings, lambda: self.predictions)
-        self.closing.callback(sharing.close)
+        self.config.add_cleanup(sharing.close)
         return sharing
 
     def shares(self, item: pytest.Item) -> tuple[Expectation | None, Device] | None:
@@ -181,16 +179,14 @@ def begin_early(config: pytest.Config) -> None:
         return
     workers = getattr(options, "numprocesses", None) or getattr(options, "tx", None)
     controls = bool(workers) or getattr(options, "dist", "no") != "no"
-    will_run_tests = is_started or not controls
+    runs_tests = is_started or not controls
     try:
         settings = settings_from(config, options)
     except pytest.UsageError:
         return  # reported when pytest configures itself
-    if settings.device.kind == "dry" and not _begin_dry(
-        config, settings, controls=not will_run_tests
-    ):
+    if settings.device.kind == "dry" and not _begin_dry(config, settings, controls=not runs_tests):
         settings = settings_from(config, options)  # auto is a simulated device then
-    if not will_run_tests:
+    if not runs_tests:
         return
     # Dynamo follows torch's functions as they were when it was imported.
     is_simulated = settings.device.kind in ("auto", "sim") and not has_driver()
@@ -216,16 +212,9 @@ def begin_early(config: pytest.Config) -> None:
 def _begin_dry(config: pytest.Config, settings: Settings, *, controls: bool) -> bool:
     """Give this process the dry device; return ``False`` where ``auto`` chose it in vain."""
     from pytest_gpumem.dry.start import begin_process
-    from pytest_gpumem.sharing.database import default_folder
 
     try:
-        begin_process(
-            ",".join(settings.device.models),
-            config.pluginmanager.getplugin("capturemanager"),
-            everywhere=settings.sim_scope == "session",
-            shared=default_folder() if settings.share else None,
-            controls=controls,
-        )
+        begin_process(config, settings, controls=controls)
     except pytest.UsageError as error:
         if not settings.device.of_auto:
             raise

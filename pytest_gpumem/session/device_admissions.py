@@ -146,7 +146,7 @@ class DeviceAdmissions:
 
     def _with_more(self, failed: FailedAllocation, quota: int | None) -> NextRun | None:
         """Borrow twice the quota, or the requested bytes if that is more, so that runs are few."""
-        most = self.gate.capacity
+        most = self.gate.first.capacity
         if not self.is_elastic or quota is None or quota >= most or failed.wanted > most:
             return None
         larger = min(max(2 * quota, failed.wanted), most)

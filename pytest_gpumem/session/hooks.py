@@ -24,8 +24,6 @@ _FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-Frames = Sequence[Mapping[str, Any]]
-
 
 class Hooks:
     """The hook calls of one process."""
@@ -168,5 +166,5 @@ def _problem_of_entries(answer: object, found: Mapping[str, str]) -> str:
     return ""
 
 
-def _frames(origin: Origin) -> Frames:
+def _frames(origin: Origin) -> Sequence[Mapping[str, Any]]:
     return [frame for frame in origin.frames if frame["filename"].endswith(".py")]

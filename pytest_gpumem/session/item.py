@@ -1,8 +1,4 @@
-"""One attempt at a measured test: run, judge, explain, in this order.
-
-A failed test is explained by a recorded run. Where the run that counts was not recorded, the body
-runs once more with a recording; the numbers stay those of the earlier run.
-"""
+"""One attempt at a measured test: run, judge, explain, in this order."""
 
 from __future__ import annotations
 
@@ -26,12 +22,12 @@ from pytest_gpumem.report.record import TestRecord, set_user_properties
 from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.judge import Judge
 from pytest_gpumem.session.run import STACKS_FOR_EXPLANATION, Prepared, TestRun
-from pytest_gpumem.sharing.admission import FailedAllocation, failed_allocation_sentence
+from pytest_gpumem.sharing.admission import failed_allocation_sentence
 from pytest_gpumem.sizes import format_size, in_words
 from pytest_gpumem.values.errors import SimulationError
 from pytest_gpumem.values.measurement import Measurement
 
-RunsAgain = Callable[[FailedAllocation | None, int | None, Exception], bool]
+RunsAgain = Callable[["MeasuredItem", BaseException], bool]
 
 _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """Exceptions of a second run that do not replace the first one's failure."""
@@ -103,9 +99,8 @@ class MeasuredItem(TestRun):
             self.body_raised = True
             with suppress(BaselineError):  # the body's own failure is more important
                 self._finish()
-            if isinstance(error, torch.OutOfMemoryError) and not (
-                self._runs_again and self._runs_again(self.shortage, self.prepared.quota, error)
-            ):
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if is_out_of_memory and not (self._runs_again and self._runs_again(self, error)):
                 self._sections += self._explain_shortage(error)
             raise
         # unittest's failures do not reach pytest as exceptions: the item collects them.
@@ -182,7 +177,7 @@ class MeasuredItem(TestRun):
         self._record = self._judge.record(self.prepared, first, rest, passed=True) or record
         return notes
 
-    def _explain_shortage(self, error: torch.OutOfMemoryError) -> list[str]:
+    def _explain_shortage(self, error: BaseException) -> list[str]:
         """Record why the body ran out of memory, and return the lines on it.
 
         The body is run again for that if it was not recorded.

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from pytest_gpumem.device.select import DeviceSelector
-    from pytest_gpumem.marker import Expectation
     from pytest_gpumem.session.expected import Expectations
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.results import Results
@@ -120,12 +119,7 @@ class TorchrunRank:
 
     @contextmanager
     def one_outcome(
-        self,
-        item: pytest.Item,
-        current: Callable[[], MeasuredItem | None],
-        expectation: Expectation | None,
-        *,
-        called: bool,
+        self, item: pytest.Item, current: Callable[[], MeasuredItem | None], *, called: bool
     ) -> Iterator[None]:
         """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         try:
@@ -141,17 +135,13 @@ class TorchrunRank:
                     self._ensure_group()
             yield
         except BaseException as error:
-            self._agree(item, current(), expectation, error)
+            self._agree(item, current(), error)
             raise
         if called:
-            self._agree(item, current(), expectation, collected_error(item))
+            self._agree(item, current(), collected_error(item))
 
     def _agree(
-        self,
-        item: pytest.Item,
-        current: MeasuredItem | None,
-        expectation: Expectation | None,
-        error: BaseException | None,
+        self, item: pytest.Item, current: MeasuredItem | None, error: BaseException | None
     ) -> None:
         """Send the others the outcome of ``item``, and judge the worst rank's peak on rank 0.
 
@@ -171,7 +161,7 @@ class TorchrunRank:
         verdict = error
         if self.world.rank == 0 and error is None:
             try:
-                self._judge(current, expectation, outcomes)
+                self._judge(current, outcomes)
             except (Exception, pytest.fail.Exception) as failure:
                 verdict = failure
         with self._with_all_ranks():
@@ -183,12 +173,7 @@ class TorchrunRank:
         if failure_of_first is not None and self.world.rank:
             pytest.fail(f"rank 0: {failure_of_first}", pytrace=False)
 
-    def _judge(
-        self,
-        current: MeasuredItem | None,
-        expectation: Expectation | None,
-        outcomes: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def _judge(self, current: MeasuredItem | None, outcomes: Sequence[Mapping[str, Any]]) -> None:
         for rank, one in enumerate(outcomes):
             if one["outcome"] == "failed":
                 pytest.fail(f"rank {rank} failed: {one['text']}", pytrace=False)
@@ -202,6 +187,7 @@ class TorchrunRank:
         if 0 not in measured:
             return  # an unmarked test that used no device
         skipped = [f"rank {n}" for n, one in enumerate(outcomes) if one["outcome"] == "skipped"]
+        expectation = current.prepared.expectation
         named = expectation.rank if expectation is not None else None
         peaks = {rank: one.peak_allocated for rank, one in measured.items()}
         judged = named if isinstance(named, int) and named in measured else worst_of(peaks)
@@ -252,15 +238,13 @@ class TorchrunRank:
             exchange.broadcast("the end", None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        """Record a failure, which another rank may not have."""
+        """Record a failure of a test or of collection, which another rank may not have."""
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             lines = (crash.message if crash else report.longreprtext).splitlines()
             self._failures.setdefault(report.nodeid, lines[0] if lines else "")
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record a collection error, which another rank may not have."""
-        self.pytest_runtest_logreport(report)
+    pytest_collectreport = pytest_runtest_logreport
 
     @contextmanager
     def _with_all_ranks(self) -> Iterator[None]:

@@ -160,11 +160,11 @@ class TestLifecycle:
     @contextmanager
     def one_outcome(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
         """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
-        launched, expectations = self._parts.launched, self._parts.expectations
-        if launched is None or not expectations.is_measured(item):
+        launched = self._parts.launched
+        if launched is None or not self._parts.expectations.is_measured(item):
             yield
             return
-        with launched.one_outcome(item, lambda: self.current, expectations.of(item), called=called):
+        with launched.one_outcome(item, lambda: self.current, called=called):
             yield
 
     def again(self, item: pytest.Item, error: BaseException | None = None) -> Rerun | None:
@@ -174,7 +174,7 @@ class TestLifecycle:
             return None
         from pytest_gpumem.session.rerun import Rerun, run_with_values
 
-        if sharing is not None and (enter := sharing.again(current, item, error)):
+        if sharing is not None and (enter := sharing.again(current, error)):
 
             def begin_admitted() -> None:
                 enter()
@@ -187,9 +187,9 @@ class TestLifecycle:
             assert self.current is not None
             return self.current.device
 
-        if again := run_with_values(current, item, error, self._parts.settings, begin):
+        if again := run_with_values(current, error, begin):
             return again
-        goes_on = self._worst is not None and self._worst.goes_on(current, item, error)
+        goes_on = self._worst is not None and self._worst.goes_on(current, error)
         return Rerun(partial(self.begin, item)) if goes_on else None
 
     def repeat(self, item: Any, again: Rerun | None, *, called: bool) -> None:
@@ -263,7 +263,7 @@ class TestLifecycle:
         config = self._parts.config
         worker = getattr(config, "workerinput", {}).get("workerid", "")
         watched = Watched(str(config.rootpath), worker)
-        self._parts.closing.callback(watched.close)
+        config.add_cleanup(watched.close)
         return watched
 
     def _machine(self, device: Device | None) -> Device | None:

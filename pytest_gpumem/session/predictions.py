@@ -53,11 +53,9 @@ class Predictions:
             self._known.update(self._predicted({one.nodeid: one for one in (item, *same)}, device))
         return self._known[item.nodeid]
 
-    def of_all(
-        self, items: Iterable[pytest.Item], device: CudaDevice, seconds: float
-    ) -> dict[str, PredictedTest]:
-        """Return the needs of those ``items`` that the simulation runs within ``seconds``."""
-        found = self._predicted({item.nodeid: item for item in items}, device, seconds)
+    def of_all(self, items: Iterable[pytest.Item], device: CudaDevice) -> dict[str, PredictedTest]:
+        """Return the needs of those ``items`` that the simulation comes to in time."""
+        found = self._predicted({item.nodeid: item for item in items}, device, PATIENCE)
         # Tests that have not been run may still be requested later.
         self._known.update({nodeid: one for nodeid, one in found.items() if one.measurement})
         return found

@@ -30,7 +30,6 @@ from pytest_gpumem.simulated.distributed.worst import RankPeak, Worst
 from pytest_gpumem.values.errors import HostMemoryError, WorkLimitError
 
 if TYPE_CHECKING:
-    from pytest_gpumem.options import Settings
     from pytest_gpumem.session.item import MeasuredItem
 
 
@@ -46,15 +45,15 @@ class Rerun(NamedTuple):
 class WorstRank(Worst):
     """The runs of a test that requests the worst of its ranks; that of the highest peak is last."""
 
-    def goes_on(
-        self, current: MeasuredItem, item: pytest.Item, error: BaseException | None
-    ) -> bool:
-        """Return whether ``item`` runs again, as the next :attr:`rank`.
+    def goes_on(self, current: MeasuredItem, error: BaseException | None) -> bool:
+        """Return whether the test runs again, as the next :attr:`rank`.
 
         An ``error`` about memory is the worst rank's; a body that fails is not run again.
         """
         failed = error is not None and not isinstance(error, pytest.fail.Exception)
-        if current.body_raised or current.measurement is None or failed or not can_run_again(item):
+        if failed or current.body_raised or current.measurement is None:
+            return False
+        if not can_run_again(current.item):
             return False
         assert isinstance(current.device, ComputingDevice)
         self.note(RankPeak(current.measurement.peak_allocated, current.device.events_hash))
@@ -67,17 +66,13 @@ class WorstRank(Worst):
 
 
 def run_with_values(
-    current: MeasuredItem,
-    item: pytest.Item,
-    error: BaseException | None,
-    settings: Settings,
-    begin: Callable[[ValueLevel], Device],
+    current: MeasuredItem, error: BaseException | None, begin: Callable[[ValueLevel], Device]
 ) -> Rerun | None:
-    """Return the run with values that ``item`` needs after ``error``, ``None`` for none.
+    """Return the run with values that a test needs after ``error``, ``None`` for none.
 
     ``begin`` begins to measure it on a device that computes the given ones.
     """
-    device = current.device
+    device, item, settings = current.device, current.item, current.settings
     if not isinstance(device, ComputingDevice):
         return None
     computed = device.next_level

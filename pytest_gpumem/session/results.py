@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.report.pytest_reports import (
-    ATTRIBUTE,
-    BROKEN_PLUGINS,
-    RESCHEDULED,
-    SENTENCE,
-    SKIPPED_AT_IMPORT,
-    UNDESCRIBED,
-    UNSIMULATED,
-    without_group,
-)
+from pytest_gpumem.report import pytest_reports as reports
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -81,9 +72,9 @@ class Results:
 
     def take(self, report: pytest.TestReport) -> None:
         """Take in one report of a test."""
-        if hasattr(report, RESCHEDULED):
+        if hasattr(report, reports.RESCHEDULED):
             return
-        nodeid = without_group(report.nodeid)
+        nodeid = reports.without_group(report.nodeid)
         each = self.config.getoption("dist", "no") == "each"  # on each worker, one run of a test
         run = nodeid, getattr(report, "worker_id", "") if each else ""
         outcome: str = report.outcome
@@ -91,19 +82,19 @@ class Results:
             self.reruns.add(run)
             return
         self.stopwatch.take(run, report)
-        self.broken_plugins.update(dict.fromkeys(getattr(report, BROKEN_PLUGINS, ())))
-        self.skipped_at_import += getattr(report, SKIPPED_AT_IMPORT, False)
+        self.broken_plugins.update(dict.fromkeys(getattr(report, reports.BROKEN_PLUGINS, ())))
+        self.skipped_at_import += getattr(report, reports.SKIPPED_AT_IMPORT, False)
         for attribute, texts in (
-            (UNSIMULATED, self.unsimulated),
-            (UNDESCRIBED, self.undescribed),
-            (SENTENCE, self.sentences),
+            (reports.UNSIMULATED, self.unsimulated),
+            (reports.UNDESCRIBED, self.undescribed),
+            (reports.SENTENCE, self.sentences),
         ):
             if text := getattr(report, attribute, None):
                 texts[nodeid] = text
         is_subtest = hasattr(report, "context")
         if report.failed:
             (self.subtest_failed if is_subtest else self.failed).add(run)
-        if data := getattr(report, ATTRIBUTE, None):
+        if data := getattr(report, reports.ATTRIBUTE, None):
             from pytest_gpumem.report.record import TestRecord
 
             record = replace(TestRecord.from_dict(data), nodeid=nodeid)
@@ -117,11 +108,8 @@ class Results:
             self.by_run[run] = replace(self.by_run[run], outcome=outcome)
 
     def collected(self, nodeids: Iterable[str], *, marked: bool) -> None:
-        """Take in the ids of all collected tests, and whether one is marked, or measured without.
-
-        Such are those that use the fixture, and all with ``--gpumem-all``.
-        """
-        self.existing.update(map(without_group, nodeids))
+        """Take in the ids of all collected tests, and whether any is to be measured."""
+        self.existing.update(map(reports.without_group, nodeids))
         self.any_marked |= marked
 
     def not_collected(self, nodeid: str) -> None:

@@ -23,14 +23,9 @@ from pytest_gpumem.measurement.recorded import RecordedHistory, Recorder
 from pytest_gpumem.measurement.statistics import CudaStatistics, pausable
 from pytest_gpumem.options import Settings
 from pytest_gpumem.prediction.closed_forms import Expected
+from pytest_gpumem.session import used_fixtures
 from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.restored import process_restored
-from pytest_gpumem.session.used_fixtures import (
-    active_fixtures,
-    call_after_getfixturevalue,
-    expected_fixtures,
-    fixtures_of,
-)
 from pytest_gpumem.sharing.admission import FailedAllocation, FailureCause, cause_of
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 from pytest_gpumem.values.prediction import PredictedTest
@@ -99,7 +94,7 @@ class TestRun:
             )
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
-            fixtures = ledger.with_nested(expected_fixtures(item))
+            fixtures = ledger.with_nested(used_fixtures.expected_fixtures(item))
             device.begin_test(item.nodeid, fixtures, ledger.replace_record)
             self._failed_allocations: Sequence[FailedAllocation] = ()
             if prepared.quota is not None:
@@ -122,7 +117,7 @@ class TestRun:
         self, fixture: FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Iterator[None]:
         """Meter the set-up of one fixture."""
-        found = set(active_fixtures(request).values())
+        found = set(used_fixtures.active_fixtures(request).values())
         if self.in_body:
             self._repeat_set_ups()
         else:
@@ -131,13 +126,13 @@ class TestRun:
             try:
                 yield
             finally:
-                asked_for = set(active_fixtures(request).values()) - found - {fixture}
+                asked_for = set(used_fixtures.active_fixtures(request).values()) - found - {fixture}
                 nested.extend(asked_for - set(nested))
 
     def _repeat_set_ups(self) -> None:
         """Put fixtures into this test's memory that its body requests and earlier tests set up."""
         device = self.device
-        for fixture in device.not_in_memory(fixtures_of(self.item)):
+        for fixture in device.not_in_memory(used_fixtures.fixtures_of(self.item)):
             self._meter.reused(fixture, partial(device.repeat_set_up, fixture))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -159,13 +154,13 @@ class TestRun:
         """Run the body inside."""
         device = self.device
         device.begin_body()
-        with self._meter.running(fixtures_of(self.item)):
+        with self._meter.running(used_fixtures.fixtures_of(self.item)):
             self.in_body = True
             self._expected = Expected(self._expected_before)
             try:
                 with (
                     self._meter.watching(),
-                    call_after_getfixturevalue(self.item, self._repeat_set_ups),
+                    used_fixtures.call_after_getfixturevalue(self.item, self._repeat_set_ups),
                 ):
                     device.restart_collector()
                     with process_restored():
@@ -181,7 +176,7 @@ class TestRun:
     def measured(self, *, passed: bool) -> tuple[Measurement, tuple[Measurement, ...]]:
         """Return the measurements of the last run: of the test's device, and all others."""
         device, expectation = self.device, self.prepared.expectation
-        fixtures = fixtures_of(self.item)
+        fixtures = used_fixtures.fixtures_of(self.item)
         found = self._meter.measurements(
             fixtures,
             values_given(values_of(fixtures), self.item),

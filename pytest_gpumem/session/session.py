@@ -17,7 +17,6 @@ from pytest_gpumem.session.expected import MARKER_NAME
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_gpumem.session.collection import Collection
     from pytest_gpumem.session.conclusion import Conclusion
     from pytest_gpumem.session.fixture import Gpumem
     from pytest_gpumem.session.hosts import Hosts
@@ -37,7 +36,7 @@ class GpumemSession(Parts):
         """Activate the simulated GPU, where the options require it."""
         if self.launched is not None:
             self.launched.keep_output()
-            self.closing.callback(self.launched.end)
+            self.config.add_cleanup(self.launched.end)
         if self.settings.sim_scope != "session" or self.selector.off or not self.runs_tests:
             return
         early = current_ambient(self.config)
@@ -54,7 +53,6 @@ class GpumemSession(Parts):
             self.lifecycle.end()
         if ambient := current_ambient(self.config):
             ambient.resources.close()
-        self.closing.close()
 
     def header(self) -> str:
         """Return the header line with the devices that tests are measured on."""
@@ -138,13 +136,6 @@ class GpumemSession(Parts):
         return self.lifecycle
 
     @cached_property
-    def collection(self) -> Collection:
-        """The checks of what is collected."""
-        from pytest_gpumem.session.collection import Collection
-
-        return Collection(self)
-
-    @cached_property
     def conclusion(self) -> Conclusion:
         """The reports and baselines that are written at the end."""
         from pytest_gpumem.session.conclusion import Conclusion
@@ -163,7 +154,7 @@ class GpumemSession(Parts):
             return None
         from pytest_gpumem.session.shard import Sharding
 
-        return Sharding(self.config, self.settings, self.results, self.expectations.of)
+        return Sharding(self.results, self.expectations.of)
 
 
 class Controller:

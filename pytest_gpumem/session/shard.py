@@ -29,12 +29,9 @@ class Sharding:
     """The deselection of other machines' tests, after all other deselection."""
 
     def __init__(
-        self,
-        config: pytest.Config,
-        settings: Settings,
-        results: Results,
-        expectation: Callable[[pytest.Item], Expectation | None],
+        self, results: Results, expectation: Callable[[pytest.Item], Expectation | None]
     ) -> None:
+        config, settings = results.config, results.settings
         assert settings.shard is not None
         self._number, self._count = settings.shard
         self._shares = settings.share

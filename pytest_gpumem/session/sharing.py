@@ -24,7 +24,7 @@ from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import can_run_again
-from pytest_gpumem.sharing.admission import FailedAllocation, Need
+from pytest_gpumem.sharing.admission import Need
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.learned import Learned, TestCost, learned_before
@@ -88,21 +88,20 @@ class Sharing:
             self.admissions.leave()
             self.admissions = None
 
-    def runs_again(
-        self, failed: FailedAllocation | None, quota: int | None, error: Exception
-    ) -> bool:
+    def runs_again(self, current: MeasuredItem, error: BaseException) -> bool:
         """Return whether the current test, which ``error`` ended, will run once more."""
-        return self.admissions is not None and bool(self.admissions.next_run(error, failed, quota))
+        refused = current.shortage, current.prepared.quota
+        return self.admissions is not None and bool(self.admissions.next_run(error, *refused))
 
     def again(
-        self, current: MeasuredItem, item: pytest.Item, error: BaseException | None
+        self, current: MeasuredItem, error: BaseException | None
     ) -> Callable[[], None] | None:
-        """Return the function that admits the run which ``item`` needs after ``error``, if any.
+        """Return the function that admits the run which a test needs after ``error``, if any.
 
         Fails the test where there was no room for it even alone.
         """
         admissions = self.admissions
-        if admissions is None or not can_run_again(item):
+        if admissions is None or not can_run_again(current.item):
             return None
         refused = current.shortage, current.prepared.quota
         following = admissions.next_run(error, *refused)
@@ -152,15 +151,15 @@ class Sharing:
         if tests:
             self._channel.send(
                 host=[socket.gethostname(), str(default_folder())],
-                device=gates[0].name,
-                capacity=max(gate.capacity for gate in gates),
+                device=gates[0].first.name,
+                capacity=max(gate.first.capacity for gate in gates),
                 needs={test[0].nodeid: list(astuple(self._need(*test))) for test in tests},
                 real=not all(device.environment.simulated for _, _, device in tests),
             )
 
     def _foresee(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
         """Simulate unknown needs of tests on a real GPU, where that saves its time."""
-        from pytest_gpumem.session.predictions import PATIENCE, foreseen, is_worth_it
+        from pytest_gpumem.session.predictions import foreseen, is_worth_it
 
         unknown = [
             (item, device)
@@ -174,7 +173,7 @@ class Sharing:
         device: Any = unknown[0][1]
 
         def simulate() -> dict[str, int]:
-            found = self._predictions().of_all([item for item, _ in unknown], device, PATIENCE)
+            found = self._predictions().of_all([item for item, _ in unknown], device)
             return {nodeid: _reserved(one.measurement) for nodeid, one in found.items()}
 
         learned = Learned()
@@ -191,7 +190,7 @@ class Sharing:
 
         if self._ledger is None:
             return []
-        capacity = max(gate.capacity for gate in self._gates.values())
+        capacity = max(gate.first.capacity for gate in self._gates.values())
         return usages(self._ledger.log(), self._run, capacity)
 
     def _send_released(self, admission: Admission) -> None:

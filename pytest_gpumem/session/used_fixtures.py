@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from _pytest.fixtures import FixtureDef
 
-if TYPE_CHECKING:
-    from _pytest.fixtures import FixtureDef
-
-    from pytest_gpumem.device.device import Device
+from pytest_gpumem.device.device import Device
 
 _QUESTIONS = ("is_available", "device_count")
 """Functions of torch.cuda whose result tells one machine from the other."""
@@ -35,9 +33,7 @@ def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:
     pytest keeps them on the item's request in the order in which they were requested, which does
     not depend on what an earlier test has set up already.
     """
-    request = getattr(item, "_request", None)
-    if request is None:
-        return []
+    request: Any = getattr(item, "_request", None)
     ordered: dict[FixtureDef[Any], None] = {}
     known: Mapping[str, Sequence[FixtureDef[Any]]] = getattr(request, "_arg2fixturedefs", {})
     for name, fixture in active_fixtures(request).items():

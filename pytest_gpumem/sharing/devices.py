@@ -19,8 +19,7 @@ from typing import Protocol
 
 import psutil
 
-from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlMemory, NvmlReading, read_device
-from pytest_gpumem.measurement.nvml_library import Nvml
+from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlMemory, read_device
 from pytest_gpumem.sharing.database import (
     UNKNOWN_PROCESS,
     Database,
@@ -54,46 +53,31 @@ CREATE TABLE IF NOT EXISTS place (
 class HostDevice(Protocol):
     """A device with the memory that all processes of the host hold."""
 
-    @property
-    def name(self) -> str:
-        """The device's name in the ledger: the same in every process of the host."""
-
-    @property
-    def capacity(self) -> int:
-        """The bytes that tests may have, all together."""
+    name: str
+    """The device's name in the ledger: the same in every process of the host."""
+    capacity: int
+    """The bytes that tests may have, all together."""
 
     def taken(self) -> Mapping[int, int]:
         """Return the bytes that each process holds, by PID."""
 
 
 class NvmlDevice:
-    """A GPU or MIG instance, as NVML reads it; ``name`` is its UUID."""
+    """A GPU or MIG instance, CUDA's ``index``, as NVML reads it; ``name`` is its UUID.
 
-    def __init__(
-        self,
-        reading: NvmlReading,
-        nvml: Nvml | None = None,
-        *,
-        has_context: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.name = reading.uuid
-        self.total = min(reading.total, reading.mode.limit or reading.total)
-        """Bytes of the device that this container may use, all processes together."""
-        self._memory = NvmlMemory(reading.uuid, nvml)
-        self._has_context = has_context
+    ``has_context`` returns whether this process uses it.
+    """
 
-    @classmethod
-    def find(cls, index: int, has_context: Callable[[], bool]) -> NvmlDevice:
-        """Return CUDA's device ``index``; ``has_context`` returns whether this process uses it."""
+    def __init__(self, index: int, has_context: Callable[[], bool] = lambda: False) -> None:
         reading = read_device(index)
         if isinstance(reading, NvmlAbsent):
             raise _blind(reading.reason)
-        return cls(reading, has_context=has_context)
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that tests may have, all together."""
-        return round(self.total * (1 - LEFT_FREE))
+        self.name = reading.uuid
+        # Of what this container may use, all processes together.
+        total = min(reading.total, reading.mode.limit or reading.total)
+        self.capacity = round(total * (1 - LEFT_FREE))
+        self._memory = NvmlMemory(reading.uuid)
+        self._has_context = has_context
 
     def taken(self) -> Mapping[int, int]:
         """Return the bytes that each process holds, those of no process as :data:`UNKNOWN_PROCESS`.
@@ -207,10 +191,6 @@ class CandidateDevice:
         foreign = sum(size for pid, size in self.taken.items() if pid not in pids)
         return (self.total - foreign) / (len(workers) + 1)
 
-    def is_full(self, workers: Sequence[Process]) -> bool:
-        """Return whether it has as many workers as it is meant for."""
-        return self.most_workers is not None and len(workers) >= self.most_workers
-
 
 def least_loaded(
     candidates: Sequence[CandidateDevice], placed: Mapping[str, Sequence[Process]]
@@ -223,7 +203,8 @@ def least_loaded(
     found = []
     for position, candidate in enumerate(candidates):
         workers = placed.get(candidate.name, ())
-        is_full = candidate.is_full(workers)
+        most = candidate.most_workers
+        is_full = most is not None and len(workers) >= most
         if not (candidate.strict and is_full):
             found.append((not is_full, candidate.room(workers), -position))
     return -max(found)[-1] if found else None

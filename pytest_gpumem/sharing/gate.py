@@ -7,14 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 
+from pytest_gpumem.sharing import database
 from pytest_gpumem.sharing.admission import Budget, Need
-from pytest_gpumem.sharing.database import (
-    UNKNOWN_PROCESS,
-    Process,
-    SharingError,
-    descends_from,
-    name_of,
-)
+from pytest_gpumem.sharing.database import UNKNOWN_PROCESS, Process, SharingError
 from pytest_gpumem.sharing.devices import HostDevice
 from pytest_gpumem.sharing.ledger import Ledger, State
 from pytest_gpumem.sizes import format_size
@@ -51,7 +46,7 @@ class Gate:
     worker: int
     """The number of the worker in the ledger."""
     devices: Sequence[HostDevice]
-    """The devices that tests use; needs are stated for the first."""
+    """The devices that tests use."""
     _: KW_ONLY
     held: Callable[[str], tuple[int, int]]
     """The bytes that this process holds between two tests, by device: context and fixtures."""
@@ -65,14 +60,9 @@ class Gate:
     sleep: Callable[[float], None] = time.sleep
 
     @property
-    def name(self) -> str:
-        """The name of the first device."""
-        return self.devices[0].name
-
-    @property
-    def capacity(self) -> int:
-        """The bytes that tests may have of the first device, all together."""
-        return self.devices[0].capacity
+    def first(self) -> HostDevice:
+        """The device that needs are stated for."""
+        return self.devices[0]
 
     def declare(self) -> None:
         """Enter in the ledger the bytes that this process holds now, between two tests."""
@@ -83,15 +73,7 @@ class Gate:
     @contextmanager
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
         """Run the test inside once there is memory; raises ``SharingError`` where none comes."""
-        test = self.ledger.ask(
-            self.worker,
-            nodeid,
-            self._above_held(need),
-            duration=need.duration,
-            exclusive=need.exclusive or need.bytes is None,
-            priority=need.priority,
-            guaranteed=need.guaranteed,
-        )
+        test = self.ledger.ask(self.worker, nodeid, self._above_held(need), need)
         try:
             yield self._waited(test, nodeid, need)
         finally:
@@ -110,7 +92,7 @@ class Gate:
             view = self.view()
             now = self.clock()
             waited = now - began
-            if view[self.name].capacity - view[self.name].foreign < (need.bytes or 0):
+            if view[self.first.name].capacity - view[self.first.name].foreign < (need.bytes or 0):
                 crowded = now  # other processes do not leave enough memory for the test
             elif now - crowded < need.quiet_seconds and waited <= self.patience:
                 quiet = f"{_amount(need)} to stay free for {need.quiet_seconds:.0f} s"
@@ -151,7 +133,7 @@ class Gate:
     def foreign_processes(self) -> str:
         """Return which other processes hold memory, as a clause; empty where none does."""
         return ", ".join(
-            f"{name_of(pid) if pid else 'an unnamed process'} holds {format_size(size)} "
+            f"{database.name_of(pid) if pid else 'an unnamed process'} holds {format_size(size)} "
             f"of {device.name}"
             for device in self.devices
             for pid, size in self._held_by_others(device).items()
@@ -170,7 +152,7 @@ class Gate:
         return {
             pid: size
             for pid, size in taken.items()
-            if size and pid not in workers and not descends_from(pid, workers)
+            if size and pid not in workers and not database.descends_from(pid, workers)
         }
 
     def _holders(self, state: State) -> str:

@@ -41,10 +41,6 @@ WEIGHTS = "gpumem_weights"
 """Key of a pytest-xdist worker's input: the weights of shards, so that all workers agree."""
 
 
-class LearnedError(Exception):
-    """A failure to store costs; the message is one sentence for the user."""
-
-
 @dataclass(frozen=True)
 class TestCost(Plain):
     """The measurements of one test in one environment."""
@@ -139,7 +135,7 @@ def read_learned(folder: Path, name: str = FILE_NAME) -> Learned:
 
 
 def add_learned(folder: Path, newer: Learned, name: str = FILE_NAME) -> None:
-    """Add the costs of ``newer`` to a file in ``folder``; raises :class:`LearnedError`."""
+    """Add the costs of ``newer`` to a file in ``folder``; raises ``OSError`` with a sentence."""
     from pytest_gpumem.baseline.locks import LockError, Locks
     from pytest_gpumem.jsonfile import replace_file
 
@@ -151,7 +147,7 @@ def add_learned(folder: Path, newer: Learned, name: str = FILE_NAME) -> None:
             data = {"schema_version": SCHEMA_VERSION, "environments": known.to_dict()}
             replace_file(path, f"{json.dumps(data, indent=1)}\n".encode("ascii"), draft)
     except (LockError, OSError) as error:
-        raise LearnedError(f"{path} was not written: {error}") from error
+        raise OSError(f"{path} was not written: {error}") from error
 
 
 def learned_before(config: pytest.Config) -> Learned:
@@ -176,7 +172,7 @@ def keep(config: pytest.Config, learned: Learned, *, in_shard: bool) -> str | No
     try:
         if learned and (folder := _cache_folder(config)) is not None:
             add_learned(folder, learned, IN_SHARDS if in_shard else FILE_NAME)
-    except (LearnedError, OSError) as error:
+    except OSError as error:
         return f"what tests took is not remembered: {error}"
     return None
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_gpumem.sharing.admission import Budget, Request, admissible, must_tear_down, to_yield
+from pytest_gpumem.sharing import admission
+from pytest_gpumem.sharing.admission import NEEDS_NO_GPU, Budget, Need, Request
 from pytest_gpumem.sharing.database import Database, Process, is_alive, this_process
 
 FILE_NAME = "ledger.sqlite3"
@@ -129,22 +130,19 @@ class Ledger(Database):
             )
 
     def ask(
-        self,
-        worker: int,
-        nodeid: str,
-        needs: Mapping[str, int],
-        *,
-        duration: float | None = None,
-        exclusive: bool = False,
-        priority: int = 0,
-        guaranteed: bool = True,
+        self, worker: int, nodeid: str, needs: Mapping[str, int], need: Need = NEEDS_NO_GPU
     ) -> int:
-        """Put a test into the queue; return the number under which it waits."""
+        """Put a test into the queue; return the number under which it waits.
+
+        ``needs`` are its bytes by device, above what its worker holds anyway.
+        """
+        exclusive = need.exclusive or need.bytes is None
+        row = (need.duration, exclusive, need.priority, need.guaranteed)
         with self.transaction():
             test = self._insert(
                 "INSERT INTO test (worker, nodeid, since, duration, exclusive, priority, "
                 "guaranteed) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (worker, nodeid, self._clock(), duration, exclusive, priority, guaranteed),
+                (worker, nodeid, self._clock(), *row),
             )
             self._enter_needs(test, needs)
             return test
@@ -170,14 +168,16 @@ class Ledger(Database):
         asked = next(lease for lease in state.waiting if lease.request.id == test)
         running = [lease.request for lease in state.running]
         waiting = [lease.request for lease in state.waiting]
-        if asked.request in admissible(waiting, running, state.devices, now):
+        if asked.request in admission.admissible(waiting, running, state.devices, now):
             self.execute("UPDATE test SET granted = ? WHERE id = ?", (now, test))
             self._log("granted", asked)
             return Decision(granted=True, must_tear_down=False, state=state)
-        tear_down = asked.request.owner in must_tear_down(waiting, running, state.devices, now)
+        tear_down = asked.request.owner in admission.must_tear_down(
+            waiting, running, state.devices, now
+        )
         self.executemany(
             "INSERT OR IGNORE INTO yielding VALUES (?)",
-            [(one,) for one in to_yield(waiting, running, state.devices, now)],
+            [(one,) for one in admission.to_yield(waiting, running, state.devices, now)],
         )
         return Decision(granted=False, must_tear_down=tear_down, state=state)
 

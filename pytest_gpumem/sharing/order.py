@@ -8,15 +8,13 @@ runs the one before, so every choice is made one test ahead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 from xdist.scheduler.load import LoadScheduling
+from xdist.workermanage import WorkerController
 
 from pytest_gpumem.sharing.admission import NEEDS_NO_GPU, Need, Place
-
-if TYPE_CHECKING:
-    import pytest
-    from xdist.workermanage import WorkerController
 
 
 def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) -> int:

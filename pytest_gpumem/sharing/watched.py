@@ -103,7 +103,6 @@ class Watched:
 
     def __init__(self, rootdir: str, worker: str) -> None:
         self._folder = default_folder()
-        self._is_published = False
         self._run = WatchedProcess(this_process(), rootdir, worker, device="")
 
     def begins(self, test: str, device: str) -> None:
@@ -117,11 +116,9 @@ class Watched:
 
     def close(self) -> None:
         """Remove the published state."""
-        if self._is_published:
-            hide(self._folder)
+        hide(self._folder)
 
     def _publish(self, run: WatchedProcess) -> None:
         self._run = run
         if is_watched(self._folder):
             show(self._folder, run)
-            self._is_published = True

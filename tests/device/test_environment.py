@@ -12,16 +12,17 @@ from pytest_gpumem.report.json_report import report_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.terminal import describe
 from pytest_gpumem.values.environment import Environment
-from tests.fake_nvml import MACHINES
+from tests.fake_nvml import MACHINES, found
 
 PLAIN = Environment(False, "NVIDIA A100-SXM4-40GB", "8.0", "2.13", cuda="13.0", driver="580.65")
 KEY = "cuda-NVIDIA-A100-SXM4-40GB-torch2.13-cu13.0"
 
 
 def on(machine: str) -> Environment:
-    found = read_visible(MACHINES[machine].nvml(), environ=MACHINES[machine].environ)
-    assert isinstance(found, list)
-    (reading, *_) = found
+    with found(MACHINES[machine].nvml(), MACHINES[machine].environ):
+        readings = read_visible()
+    assert isinstance(readings, list)
+    (reading, *_) = readings
     assert isinstance(reading, NvmlReading)
     return replace(PLAIN, partition=reading.mode.partition)
 

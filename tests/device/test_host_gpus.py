@@ -11,13 +11,14 @@ from pytest_gpumem.device import host_gpus as rooms
 from pytest_gpumem.device.host_gpus import describe, host_gpus, why_not_usable
 from pytest_gpumem.measurement.nvml import NvmlReading, read_visible
 from pytest_gpumem.option_values import DeviceChoice
-from tests.fake_nvml import MACHINES, FakeNvml
+from tests.fake_nvml import MACHINES, FakeNvml, found
 
 
 def gpus(machine: str) -> list[NvmlReading]:
-    found = read_visible(MACHINES[machine].nvml(), environ=MACHINES[machine].environ)
-    assert isinstance(found, list)
-    return found
+    with found(MACHINES[machine].nvml(), MACHINES[machine].environ):
+        readings = read_visible()
+    assert isinstance(readings, list)
+    return readings
 
 
 @pytest.mark.parametrize(
@@ -96,10 +97,10 @@ def test_mode_prohibited_is_refused_to_one_process_too() -> None:
 def test_the_gpus_of_a_choice(
     kind: str, index: int | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", MACHINES["two"].nvml())
     monkeypatch.setattr(rooms, "DRIVERS", (__file__,))
     choice = DeviceChoice(kind, index)  # type: ignore[arg-type]  # it is one of the kinds
-    assert len(host_gpus(choice, {})) == count
+    with found(MACHINES["two"].nvml()):
+        assert len(host_gpus(choice)) == count
 
 
 def test_nvml_is_not_asked_where_no_driver_is(
@@ -108,5 +109,5 @@ def test_nvml_is_not_asked_where_no_driver_is(
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(rooms, "DRIVERS", (str(tmp_path / "nvidiactl"),))
-    assert host_gpus(DeviceChoice("auto"), {}) == ()
+    assert host_gpus(DeviceChoice("auto")) == ()
     assert nvml.inits == 0

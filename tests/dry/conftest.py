@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from pytest_gpumem.dry.build import DryError
 from pytest_gpumem.dry.load import environment
-from pytest_gpumem.dry.torch_build import DryError
 
 REPOSITORY = Path(__file__).parent.parent.parent
 

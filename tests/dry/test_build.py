@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.dry import build as build_module
-from pytest_gpumem.dry.build import RUNTIME, built_for_installed
-from pytest_gpumem.dry.torch_build import DryError, TorchBuild, run
+from pytest_gpumem.dry.build import RUNTIME, DryError, TorchBuild, built_for_installed, run
 
 SOURCES = sorted((Path(build_module.__file__).parent / "source").glob("*.c"))
 

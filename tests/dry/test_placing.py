@@ -121,12 +121,12 @@ def test_parts_of_several_segments_are_filled_to_the_last_byte(dry_run: Run) -> 
         + """
 left = []
 for size in (256 * KIB, MIB, 1250 * KIB):
-    leftover.fill([])
+    leftover.fill_beside([])
     left.append(of(size) if size <= MIB else [of(MIB), of(size - MIB)])
     leftover.release()
     torch.cuda.empty_cache()
 found["segments"] = [each["total_size"] for each in torch.cuda.memory_snapshot()]
-leftover.fill([])
+leftover.fill_beside([])
 found["filled"] = leftover.filled[0]
 found["reserved"] = torch.cuda.memory_reserved()
 own = of(1)
@@ -160,7 +160,7 @@ def test_the_mapped_part_of_an_expandable_segment_is_filled_too(dry_run: Run) ->
         BEGIN
         + """
 left = of(1), of(8 * MIB)
-leftover.fill([])
+leftover.fill_beside([])
 before = torch.cuda.memory_reserved()
 own = of(1), of(8 * MIB)
 found["more"] = torch.cuda.memory_reserved() - before

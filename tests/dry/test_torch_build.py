@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.dry import torch_build
+from pytest_gpumem.dry import build
 from pytest_gpumem.dry.build import missing_tool
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -40,9 +40,9 @@ def test_libraries_symbols_and_versions_are_read(
         str(cudart),
     )
     library(folder / "lib", "libtorch_python.so", "int cuOwn(void) { return 1; }")
-    monkeypatch.setattr(torch_build, "_folder", lambda: folder)
+    monkeypatch.setattr(build, "_folder", lambda: folder)
 
-    found = torch_build.installed_build()
+    found = build.installed_build()
 
     assert found.symbols == {"cudaMalloc", "ncclSend"}
     assert found.libraries == {
@@ -61,5 +61,5 @@ def test_a_tool_that_is_missing_is_named(
     monkeypatch.setenv("PATH", str(tmp_path))
 
     assert missing_tool() == tool
-    with pytest.raises(torch_build.DryError, match=f"and this machine has no {tool}: install"):
-        torch_build.run([tool, "-V"])
+    with pytest.raises(build.DryError, match=f"and this machine has no {tool}: install"):
+        build.run([tool, "-V"])

@@ -11,18 +11,18 @@ import pytest
 from pytest_gpumem.measurement import device_mode
 from pytest_gpumem.measurement.device_mode import container_limit
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device, read_visible
-from tests.fake_nvml import GIB, MACHINES, ME, FakeNvml, Gpu, Machine
+from tests.fake_nvml import GIB, MACHINES, ME, FakeNvml, Gpu, Machine, found
 
 
 def read(nvml: FakeNvml, environ: Mapping[str, str] | None = None) -> NvmlReading:
-    reading = read_device(0, nvml, environ=environ or {}, pid=ME)
+    with found(nvml, environ, ME):
+        reading = read_device()
     assert isinstance(reading, NvmlReading), reading
     return reading
 
 
 def of(machine: str) -> NvmlReading:
-    found = MACHINES[machine]
-    return read(found.nvml(), environ=found.environ)
+    return read(MACHINES[machine].nvml(), environ=MACHINES[machine].environ)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,8 @@ def test_where_a_process_finds_itself(machine: str, why: str | None) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_every_machine_is_read_and_says_where_it_is_from(machine: Machine) -> None:
-    assert isinstance(read_visible(machine.nvml(), environ=machine.environ), list)
+    with found(machine.nvml(), machine.environ):
+        assert isinstance(read_visible(), list)
     assert len(machine.source) > 5
 
 

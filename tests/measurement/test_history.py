@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.measurement.recorded import recording
+from pytest_gpumem.measurement.recorded import RecordedHistory
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_cpp_frames_are_asked_for_where_torch_finds_them(
         monkeypatch.setattr(platform, "machine", lambda: machine)
         monkeypatch.setattr(torch, "__version__", version)
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
-        with recording("all"):
+        with RecordedHistory().during("all"):
             pass
         monkeypatch.undo()
 

@@ -19,20 +19,22 @@ from pytest_gpumem.measurement.nvml import (
     read_device,
     read_visible,
 )
-from pytest_gpumem.measurement.nvml_library import Nvml, visible_devices
-from tests.fake_nvml import GIB, MACHINES, ME, FakeNvml, Gpu, process, sample
+from pytest_gpumem.measurement.nvml_library import visible_devices
+from tests.fake_nvml import GIB, MACHINES, ME, FakeNvml, Gpu, found, process, sample
 
 
 def read(
-    nvml: Nvml, device: int | str = 0, environ: Mapping[str, str] | None = None
+    nvml: FakeNvml, device: int | str = 0, environ: Mapping[str, str] | None = None
 ) -> NvmlReading:
-    reading = read_device(device, nvml, environ=environ or {}, pid=ME)
+    with found(nvml, environ, ME):
+        reading = read_device(device)
     assert isinstance(reading, NvmlReading), reading
     return reading
 
 
-def absent(nvml: Nvml, device: int | str = 0, environ: Mapping[str, str] | None = None) -> str:
-    reading = read_device(device, nvml, environ=environ or {}, pid=ME)
+def absent(nvml: FakeNvml, device: int | str = 0, environ: Mapping[str, str] | None = None) -> str:
+    with found(nvml, environ, ME):
+        reading = read_device(device)
     assert isinstance(reading, NvmlAbsent)
     return reading.reason
 
@@ -83,9 +85,12 @@ def test_a_reading_is_builtin_types_on_its_way() -> None:
     assert NvmlAbsent("why").to_dict() == {"absent": "why"}
 
 
-def test_a_repeated_reading_asks_for_shares_of_time_once_in_a_sample_period() -> None:
+def test_a_repeated_reading_asks_for_shares_of_time_once_in_a_sample_period(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def shares() -> tuple[int | None, int | None, int]:
-        reading = repeated.read()
+        with found(nvml):
+            reading = repeated.read()
         assert isinstance(reading, NvmlReading)
         assert (reading.name, reading.driver) == ("NVIDIA H200", "570.86.15")
         (other,) = reading.others or ()
@@ -93,7 +98,8 @@ def test_a_repeated_reading_asks_for_shares_of_time_once_in_a_sample_period() ->
 
     gpu = Gpu(compute=[process(77, GIB)], samples=[sample(77, 1, 40)])
     times = iter([10.0, 10.1, 10.2])
-    repeated = RepeatedReading(0, FakeNvml(gpu), lambda: next(times))
+    monkeypatch.setattr("pytest_gpumem.measurement.nvml.monotonic", lambda: next(times))
+    nvml, repeated = FakeNvml(gpu), RepeatedReading(0)
 
     assert shares() == (40, GIB, 6 * GIB)
     gpu.samples, gpu.used = [sample(77, 2, 90)], 7 * GIB
@@ -105,7 +111,8 @@ def test_a_repeated_reading_asks_for_shares_of_time_once_in_a_sample_period() ->
 @pytest.mark.parametrize("fails", ["nothing", "memory", "device", "all answers"])
 def test_the_library_is_shut_down_whatever_happens(fails: str) -> None:
     nvml = FakeNvml(Gpu(errors={"memory": 4} if fails == "memory" else {}))
-    read_device(9 if fails == "device" else 0, nvml, environ={}, pid=ME)
+    with found(nvml, pid=ME):
+        read_device(9 if fails == "device" else 0)
     assert nvml.open == 0
 
 
@@ -252,7 +259,7 @@ def test_a_mig_instance_is_found_by_its_uuid(visible: str) -> None:
 def test_of_a_gpu_known_by_its_own_uuid_the_visible_mig_instance_is_read() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "MIG-6"}
     whole = FakeNvml(mig_gpu())
-    reading = read_device(mig_gpu().uuid.removeprefix("GPU-"), whole, environ=environ, pid=ME)
+    reading = read(whole, mig_gpu().uuid.removeprefix("GPU-"), environ)
     assert isinstance(reading, NvmlReading)
     assert reading.mode.partition == "MIG-3g.20gb"
 
@@ -364,28 +371,33 @@ def test_a_percentage_above_a_hundred_is_no_sample() -> None:
 )
 def test_visible_devices_come_in_cudas_order(visible: str | None, used: list[int]) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    found = read_visible(two_gpus(), environ=environ)
-    assert isinstance(found, list)
-    assert [one.used for one in found] == used
+    with found(two_gpus(), environ):
+        readings = read_visible()
+    assert isinstance(readings, list)
+    assert [one.used for one in readings] == used
 
 
 def test_every_instance_of_a_divided_gpu_is_visible() -> None:
-    found = read_visible(MACHINES["mig"].nvml(), environ={})
-    assert isinstance(found, list)
-    assert [one.mode.mig_profile for one in found] == ["3g.20gb", "2g.10gb", "1g.5gb"]
+    with found(MACHINES["mig"].nvml()):
+        readings = read_visible()
+    assert isinstance(readings, list)
+    assert [one.mode.mig_profile for one in readings] == ["3g.20gb", "2g.10gb", "1g.5gb"]
 
 
 def test_memory_is_asked_for_again_without_another_start() -> None:
     nvml = FakeNvml(Gpu(compute=[process(ME, GIB), process(7, None)]))
-    memory = NvmlMemory(nvml.gpus[0].uuid, nvml)
-    assert memory.read() == (6 * GIB, {ME: GIB, 7: None})
-    nvml.gpus[0].used = 5 * GIB
-    assert memory.read()[0] == 5 * GIB
+    memory = NvmlMemory(nvml.gpus[0].uuid)
+    with found(nvml):
+        assert memory.read() == (6 * GIB, {ME: GIB, 7: None})
+        nvml.gpus[0].used = 5 * GIB
+        assert memory.read()[0] == 5 * GIB
     assert nvml.inits == 1
 
 
 def test_memory_that_cannot_be_read_is_a_reason() -> None:
-    with pytest.raises(LookupError, match="driver is not loaded"):
-        NvmlMemory("GPU-1", FakeNvml(init_error=9)).read()
-    with pytest.raises(LookupError, match="no device with the UUID 'GPU-9'"):
-        NvmlMemory("GPU-9", FakeNvml()).read()
+    refused = pytest.raises(LookupError, match="driver is not loaded")
+    with found(FakeNvml(init_error=9)), refused:
+        NvmlMemory("GPU-1").read()
+    unknown = pytest.raises(LookupError, match="no device with the UUID 'GPU-9'")
+    with found(FakeNvml()), unknown:
+        NvmlMemory("GPU-9").read()

@@ -17,6 +17,7 @@ from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.script.entry import Script, kept_test, process_as_it_was
 from pytest_gpumem.script.measured import ScriptRun, run_measured
+from pytest_gpumem.script.process import Request
 from pytest_gpumem.script.stopping import StopError
 
 MIB = 1 << 20
@@ -37,10 +38,9 @@ def run(folder: Path) -> Running:
 
     def running(text: str, *arguments: str, steps: int = 2, seconds: float = 60.0) -> ScriptRun:
         (folder / "script.py").write_text(dedent(text))
-        script = Script("script.py", arguments)
+        request = Request(Script("script.py", arguments), "T4", steps, seconds, Path())
         with ExitStack() as resources:
-            device = SimulatedDevice("T4")
-            return run_measured(script, device, resources, steps=steps, seconds=seconds)
+            return run_measured(request, SimulatedDevice("T4"), resources)
 
     return running
 
@@ -235,9 +235,9 @@ def test_neither_is_a_distributed_one(run: Running, folder: Path) -> None:
 
 def test_a_device_that_is_there_is_measured_alike(run: Running, folder: Path) -> None:
     simulated = run(ACCUMULATES)
-    script = Script("script.py")
+    request = Request(Script("script.py"), "T4", 2, 60.0, Path())
     with simulate("T4"), ExitStack() as resources:  # in the place of a real one
-        real = run_measured(script, CudaDevice(None), resources, steps=2, seconds=60)
+        real = run_measured(request, CudaDevice(None), resources)
 
     one, other = simulated.measurements[0], real.measurements[0]
     assert (one.simulated, other.simulated) == (True, False)
@@ -282,9 +282,8 @@ def test_a_test_of_what_was_measured_leaves_room(run: Running) -> None:
         '    run_script("my-tools.train", "--name", "a \\"b\\"\\n", steps=3, module=True)',
     ]
     with simulate("T4"), ExitStack() as resources:
-        real = run_measured(
-            Script("script.py"), CudaDevice(None), resources, steps=2, seconds=60
-        ).measurements[0]
+        request = Request(Script("script.py"), "T4", 2, 60.0, Path())
+        real = run_measured(request, CudaDevice(None), resources).measurements[0]
     # 1 % and 1 MiB more.
     assert "(max=5_284_824)  # 5.0 MiB" in kept_test(Script("a b.py"), "T4", real, 2)
     assert "def test_a_b():" in kept_test(Script("a b.py"), "T4", real, 2)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_gpumem.sharing.admission import PATIENCE, Budget
+from pytest_gpumem.sharing.admission import PATIENCE, Budget, Need
 from pytest_gpumem.sharing.ledger import Ledger
 
 CAPACITY = 1000
@@ -94,15 +94,16 @@ class Day:
         if worker.asked is None:
             worker.asked_at = self.now
             self.asked.append((self.now, test.takes))
-            worker.asked = self.ledger.ask(
-                worker.number,
-                "test",
-                {"gpu": test.need - min(worker.fixtures, test.need)},
+            need = Need(
+                test.need,
+                "max",
                 duration=test.expected,
                 exclusive=test.exclusive,
                 priority=test.priority,
                 guaranteed=test.guaranteed,
             )
+            above_held = {"gpu": test.need - min(worker.fixtures, test.need)}
+            worker.asked = self.ledger.ask(worker.number, "test", above_held, need)
         answer = self.ledger.try_grant(worker.asked, self._devices())
         if answer.granted:
             worker.ends = self.now + test.takes

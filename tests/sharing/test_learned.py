@@ -11,7 +11,6 @@ from pytest_gpumem.baseline.locks import FOLDER
 from pytest_gpumem.sharing.learned import (
     FILE_NAME,
     Learned,
-    LearnedError,
     TestCost,
     add_learned,
     read_learned,
@@ -92,5 +91,5 @@ def test_a_damaged_file_holds_nothing_and_is_replaced(tmp_path: Path, content: b
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
-    with pytest.raises(LearnedError, match=rf"{FILE_NAME} was not written: "):
+    with pytest.raises(OSError, match=rf"{FILE_NAME} was not written: "):
         add_learned(tmp_path, learned(a=TestCost(1.0)))

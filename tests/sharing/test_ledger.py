@@ -12,7 +12,7 @@ from textwrap import dedent
 
 import pytest
 
-from pytest_gpumem.sharing.admission import Budget
+from pytest_gpumem.sharing.admission import Budget, Need
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE, SharingError, default_folder
 from pytest_gpumem.sharing.ledger import FILE_NAME, SECONDS_KEPT, Ledger
 
@@ -50,9 +50,10 @@ def test_what_workers_hold_between_tests_is_theirs(ledger: Ledger, worker: int) 
 
 
 def test_who_waits_and_who_runs_can_be_read(ledger: Ledger, worker: int) -> None:
-    running = ledger.ask(worker, "a", {"gpu": 60}, duration=2.0)
+    running = ledger.ask(worker, "a", {"gpu": 60}, Need(60, "max", duration=2.0))
     ledger.try_grant(running, GPU)
-    ledger.ask(worker, "b", {"gpu": 60}, exclusive=True, priority=3, guaranteed=False)
+    alone = Need(60, "max", exclusive=True, priority=3, guaranteed=False)
+    ledger.ask(worker, "b", {"gpu": 60}, alone)
     state = ledger.state(GPU)
     assert [lease.nodeid for lease in state.running] == ["a"]
     (waiting,) = state.waiting
@@ -84,7 +85,7 @@ def test_the_log_keeps_a_day(tmp_path: Path) -> None:
 HOLDER = """
     import sys, time
     from pathlib import Path
-    from pytest_gpumem.sharing.admission import Budget
+    from pytest_gpumem.sharing.admission import Budget, Need
     from pytest_gpumem.sharing.ledger import Ledger
 
     ledger = Ledger(Path(sys.argv[1]))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.measurement.nvml import read_visible
+from pytest_gpumem.measurement.nvml import NvmlReading, read_visible
 from pytest_gpumem.option_values import Quota
 from pytest_gpumem.session.placement import candidate_of, part_of_mps, visible
 from pytest_gpumem.sharing.database import Process, this_process
 from pytest_gpumem.sharing.devices import CandidateDevice, least_loaded, take_place
-from tests.fake_nvml import GIB, MACHINES, MIB, uuids
+from tests.fake_nvml import GIB, MACHINES, MIB, found, uuids
 
 A, B, C = (Process(pid, 1.0) for pid in (11, 12, 13))
 
@@ -99,10 +99,15 @@ def test_processes_that_come_at_once_spread(tmp_path: Path) -> None:
             worker.communicate()
 
 
+def _gpus(machine: str) -> list[NvmlReading]:
+    with found(MACHINES[machine].nvml(), MACHINES[machine].environ):
+        readings = read_visible()
+    assert isinstance(readings, list)
+    return readings
+
+
 def _candidates(machine: str) -> list[CandidateDevice]:
-    found = read_visible(MACHINES[machine].nvml(), environ=MACHINES[machine].environ)
-    assert isinstance(found, list)
-    return [candidate_of(gpu) for gpu in found]
+    return list(map(candidate_of, _gpus(machine)))
 
 
 def test_what_machines_offer() -> None:
@@ -118,10 +123,7 @@ def test_what_machines_offer() -> None:
 
 
 def test_cuda_shows_the_own_device_first() -> None:
-    two = read_visible(MACHINES["two"].nvml(), environ={})
-    mig = read_visible(MACHINES["mig"].nvml(), environ={})
-    assert isinstance(two, list)
-    assert isinstance(mig, list)
+    two, mig = _gpus("two"), _gpus("mig")
     first, second = uuids("two")
     assert visible(two[1], two) == f"{second},{first}"
     assert visible(mig[2], mig) == uuids("mig")[2]

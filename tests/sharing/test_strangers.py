@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.sharing.admission import Budget
 from pytest_gpumem.sharing.database import UNKNOWN_PROCESS, SharingError
 from pytest_gpumem.sharing.devices import NvmlDevice
 from pytest_gpumem.sharing.gate import Gate, claims_of, without_hidden
 from pytest_gpumem.sharing.ledger import Ledger
-from tests.fake_nvml import GIB, MACHINES, MIB, FakeNvml, Gpu, process
+from tests.fake_nvml import GIB, MACHINES, MIB, FakeNvml, Gpu, found, process
 
 ME = os.getpid()
 
 
-def device(nvml: FakeNvml) -> NvmlDevice:
-    reading = read_device(0, nvml, environ={})
-    assert isinstance(reading, NvmlReading)
-    return NvmlDevice(reading, nvml)
+def taken(nvml: FakeNvml) -> Mapping[int, int]:
+    with found(nvml):
+        return NvmlDevice(0).taken()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_a_worker_claims_what_it_holds_and_is_granted(tmp_path: Path) -> None:
 
 def test_who_can_be_seen_is_taken_at_its_word() -> None:
     gpu = Gpu(used=6 * GIB, compute=[process(ME, 2 * GIB), process(1, 3 * GIB)])
-    assert device(FakeNvml(gpu)).taken() == {ME: 2 * GIB, 1: 3 * GIB, UNKNOWN_PROCESS: GIB}
+    assert taken(FakeNvml(gpu)) == {ME: 2 * GIB, 1: 3 * GIB, UNKNOWN_PROCESS: GIB}
 
 
 @pytest.mark.parametrize(
@@ -66,22 +65,21 @@ def test_who_can_be_seen_is_taken_at_its_word() -> None:
     ],
 )
 def test_in_a_container_all_bytes_may_be_anybodys(machine: str, used: int) -> None:
-    assert device(MACHINES[machine].nvml()).taken() == {UNKNOWN_PROCESS: used}
+    assert taken(MACHINES[machine].nvml()) == {UNKNOWN_PROCESS: used}
 
 
 def test_processes_without_bytes_are_nobodys() -> None:
-    assert device(FakeNvml(Gpu(compute=[process(ME, None)]))).taken() == {UNKNOWN_PROCESS: 6 * GIB}
+    assert taken(FakeNvml(Gpu(compute=[process(ME, None)]))) == {UNKNOWN_PROCESS: 6 * GIB}
 
 
 def test_a_process_that_ought_to_be_listed_finds_the_numbers_foreign() -> None:
     nvml = FakeNvml(Gpu(used=6 * GIB, compute=[process(1, 3 * GIB)]))
-    reading = read_device(0, nvml, environ={})
-    assert isinstance(reading, NvmlReading)
     uses: list[bool] = []
-    shared = NvmlDevice(reading, nvml, has_context=lambda: bool(uses))
-    assert shared.taken() == {1: 3 * GIB, UNKNOWN_PROCESS: 3 * GIB}
-    uses.append(True)
-    assert shared.taken() == {UNKNOWN_PROCESS: 6 * GIB}
+    with found(nvml):
+        shared = NvmlDevice(0, has_context=lambda: bool(uses))
+        assert shared.taken() == {1: 3 * GIB, UNKNOWN_PROCESS: 3 * GIB}
+        uses.append(True)
+        assert shared.taken() == {UNKNOWN_PROCESS: 6 * GIB}
 
 
 @pytest.mark.parametrize(
@@ -94,33 +92,34 @@ def test_a_process_that_ought_to_be_listed_finds_the_numbers_foreign() -> None:
     ],
 )
 def test_a_limit_of_the_container_is_the_capacity(machine: str, limit: int) -> None:
-    nvml = MACHINES[machine].nvml()
-    reading = read_device(0, nvml, environ=MACHINES[machine].environ)
-    assert isinstance(reading, NvmlReading)
-    assert NvmlDevice(reading, nvml).capacity == round(limit * 0.98)
+    with found(MACHINES[machine].nvml(), MACHINES[machine].environ):
+        assert NvmlDevice(0).capacity == round(limit * 0.98)
 
 
 def test_own_memory_that_nobody_names_is_not_a_strangers(tmp_path: Path) -> None:
     # The worker's context stands among 12,614 MiB that no process of this container has.
     ledger = Ledger(tmp_path)
     worker = ledger.join("run", "gw0")
-    shared = device(MACHINES["docker"].nvml())
-    gate = Gate(
-        ledger,
-        worker,
-        [shared],
-        held=lambda name: (600 * MIB, 400 * MIB),
-        tear_down_fixtures=lambda: None,
-        patience=1.0,
-    )
-    gate.declare()
-    assert gate.view()[shared.name].foreign == 11_614 * MIB
+    with found(MACHINES["docker"].nvml()):
+        shared = NvmlDevice(0)
+        gate = Gate(
+            ledger,
+            worker,
+            [shared],
+            held=lambda name: (600 * MIB, 400 * MIB),
+            tear_down_fixtures=lambda: None,
+            patience=1.0,
+        )
+        gate.declare()
+        assert gate.view()[shared.name].foreign == 11_614 * MIB
     ledger.close()
 
 
 def test_what_nvml_does_not_tell_is_one_sentence() -> None:
     nvml = FakeNvml()
-    shared = device(nvml)
-    nvml.gpus[0].errors["memory"] = 15
-    with pytest.raises(SharingError, match=r"needs NVML .*: the GPU has fallen off the bus"):
-        shared.taken()
+    refused = pytest.raises(SharingError, match=r"needs NVML .*: the GPU has fallen off the bus")
+    with found(nvml):
+        shared = NvmlDevice(0)
+        nvml.gpus[0].errors["memory"] = 15
+        with refused:
+            shared.taken()

@@ -19,6 +19,16 @@ _Row = tuple[Any, str, Any]
 """Owner, name and replacement."""
 
 
+def wrapped(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, which gets ``original`` before its arguments, in the place of that."""
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return call
+
+
 @dataclass
 class _Replaced:
     owner: Any
@@ -69,13 +79,7 @@ class Patches:
 
     def wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Replace ``owner.name`` by ``function``, which gets the original before its arguments."""
-        original = getattr(owner, name)
-
-        @wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        self.add(owner, name, call)
+        self.add(owner, name, wrapped(getattr(owner, name), function))
 
     def join_missing(self, module: ModuleType) -> None:
         """Serve the names that ``module`` lacks by one ``__getattr__`` of the module."""
