@@ -232,7 +232,7 @@ def copy(runner: Runner, func: Any) -> Handler:
             if runner.values.everything and runner.values.records(operator, args, kwargs, None):
                 return target
             if runner.values.computed(operator, args, kwargs) is None:
-                runner.unknown_on_cpu.mark_unknown(func, target)
+                runner.mark_unknown(func, target)
             return target
         if runner.storages.unknown_on_cpu and runner.device_kind_of(args, kwargs) == HOST:
             return runner.run_on_host(operator, args, kwargs)

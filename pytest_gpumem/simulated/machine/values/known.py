@@ -257,10 +257,7 @@ class Values(Reading):
         self, operator: Operator, args: Args, kwargs: Kwargs, targets: list[torch.Tensor]
     ) -> bool:
         """Return whether a write leaves all of its target known; else forget its values."""
-        written = {each for pair in operator.written for each in pair}
-        given = [*enumerate(args), *kwargs.items()]
-        read = [value for place, value in given if place not in written]
-        if self._unknown_among(read) is not True:
+        if self._unknown_among(operator.read(args, kwargs)) is not True:
             for target in targets:
                 key = storage_key(target)
                 if key in self._bases:
