@@ -224,6 +224,7 @@ def factory(runner: Runner, func: Any) -> Handler:
                 return runner.run_elsewhere(func, args, kwargs)
             record = runner.storages.of(args[0]) if copies else None
             if record is not None and record.nbytes:
+                machine.kernel_wrote()  # a node of a capture
                 transfers.stage_move(record.device, args[0], kwargs)
             moved = runner.values.on_host(operator, args, {**kwargs, "device": CPU})
             if moved is None:

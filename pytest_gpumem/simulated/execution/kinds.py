@@ -250,6 +250,7 @@ def _stage(
 ) -> None:
     """Allocate the memory that ``copy_`` between host and GPU takes for the time of the call."""
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    runner.machine.kernel_wrote()  # a node of a capture
     to, of = runner.storages.of(target), runner.storages.of(source)
     if to is not None and of is None:
         transfers.stage_upload(to.device, target, source, non_blocking)

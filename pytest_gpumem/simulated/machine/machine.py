@@ -293,7 +293,6 @@ class SimulatedMachine(Notes):
                 for _, record in written:
                     self.values.forget(record.key)
                 return
-            capture.is_empty = False
             capture.recording.wrote(tensor for tensor, _ in written)
 
     @property
@@ -309,7 +308,6 @@ class SimulatedMachine(Notes):
         for key in [key for key, other in captures.items() if other is capture]:
             del captures[key]
         if not captures:
-            self.execution.watch(None)
             self.values.recording = None
 
     def abandon_captures(self) -> None:
