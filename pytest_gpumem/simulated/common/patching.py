@@ -169,6 +169,17 @@ class Patches:
             self._put_back = resumed
 
 
+@contextmanager
+def having(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set ``owner.name`` to ``value`` inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 Plan = Callable[[Patches, ModuleType], None]
 """A function that adds the replacements in a module."""
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gpumem.simulated.common.callsite import Purpose, running, user_line
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, having
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
@@ -159,7 +159,7 @@ def _doing(function: Callable[..., Any], name: str, kind: str) -> Callable[..., 
     @functools.wraps(function)
     def call(first: Any, /, *args: Any, **kwargs: Any) -> Any:
         path = getattr(first, "_module_fqn", None) or "the root"
-        with running.doing(Purpose(name.format(path), kind)):
+        with having(running, "purpose", Purpose(name.format(path), kind)):
             return function(first, *args, **kwargs)
 
     return call

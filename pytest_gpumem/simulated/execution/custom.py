@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import running, user_line
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.common.raw import META, tensors_in
 from pytest_gpumem.simulated.execution import computing
 from pytest_gpumem.simulated.execution.computing import is_factory
@@ -252,7 +253,7 @@ def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``implementation`` with what its parts allocate as of ``func``."""
 
     def named(*args: Any, **kwargs: Any) -> Any:
-        with running.in_parts(func):
+        with having(running, "composite", func):
             return implementation(*args, **kwargs)
 
     return named

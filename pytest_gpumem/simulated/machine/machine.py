@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -23,6 +23,7 @@ import torch
 
 from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import GpuState
@@ -235,16 +236,11 @@ class SimulatedMachine(Notes):
         """Return the GPU that holds the first tensor among ``values``; else the current one."""
         return (self.placement and self.placement.first(values)) or self.current
 
-    @contextmanager
-    def making(self, destination: torch.device) -> Iterator[None]:
+    def making(self, destination: torch.device) -> AbstractContextManager[None]:
         """Set the device that calls inside request, whatever device torch gets."""
         if destination.type == "meta":
             self.has_real_meta = True
-        before, self.thread_state.destination = self.thread_state.destination, destination
-        try:
-            yield
-        finally:
-            self.thread_state.destination = before
+        return having(self.thread_state, "destination", destination)
 
     def placeholder_value(self, tensor: torch.Tensor) -> PlaceholderFloat | int | None:
         """Return the result of reading an unknown number: 0, or ``None`` where none may be made up.

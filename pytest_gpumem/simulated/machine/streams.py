@@ -27,6 +27,7 @@ import torch.autograd.graph
 
 from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.pool_contents import GraphRecording
 
@@ -219,12 +220,8 @@ class Streams:
 
         @functools.wraps(hook)
         def call(gradient: Any) -> Any:
-            leaves = self._thread.leaves
-            before, leaves.hooked = leaves.hooked, reference()
-            try:
+            with having(self._thread.leaves, "hooked", reference()):
                 return hook(gradient)
-            finally:
-                leaves.hooked = before
 
         return call
 

@@ -8,13 +8,14 @@ simulated device allocates the same as without: this module does not touch its m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.common.raw import CPU, tensors_in
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
@@ -60,14 +61,9 @@ class Values(Reading):
         recording.add(operator, args, kwargs, result)
         return True
 
-    @contextmanager
-    def ignoring(self) -> Iterator[None]:
+    def ignoring(self) -> AbstractContextManager[None]:
         """Do not follow operators that run inside."""
-        before, self._ignoring = self._ignoring, True
-        try:
-            yield
-        finally:
-            self._ignoring = before
+        return having(self, "_ignoring", True)
 
     def replace(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Update the values of ``result`` and of written tensors from ``operator`` as a whole."""
