@@ -9,21 +9,21 @@ for CPUs, where it has one, says what the operator returns.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from pytest_gpumem.dry.values.collectives import Collective
 from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory
 from pytest_gpumem.dry.values.parts import Parts, is_composite
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.distributed.alike import COLLECTIVES, Collective, Transfer
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, named
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.values.errors import SimulationError
 
@@ -86,6 +86,48 @@ class _Kernels(Parts):
             return self._values.computed(self._operator, args, kwargs)
 
 
+class _Collective(Parts):
+    """A collective of c10d: the other ranks are taken to send what this one does."""
+
+    def __init__(self, func: Any, graphs: Graphs, memory: Memory) -> None:
+        super().__init__(func, graphs)
+        self._memory = memory
+
+    def _write(self, result: Any, args: Args, kwargs: Kwargs) -> None:
+        given = named(self._func, args, kwargs)
+        group: Any = torch._C._distributed_c10d.ProcessGroup.unbox(given["process_group"])
+        on_gpu = any(tensor.is_cuda for tensor in tensors_in(args))
+        # Gloo's own threads copy its results, later than this, and as any copy is made:
+        # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, torch 2.6 to 2.15.
+        if not on_gpu or str(group._get_backend(torch.device("cuda")).name()) == "gloo":
+            return
+        collective = COLLECTIVES.get(self._func._opname, Collective())
+        operation = _operation(given, self._memory.reduction())
+        sent = Transfer.of(collective, group, given, operation)
+        write = collective.results(sent)
+        if write is None:
+            super()._write(result, args, kwargs)
+            return
+        # Autograd does not check the version of ``data``.
+        data = [tensor.data for tensor in sent.written]
+        with torch.no_grad():
+            write(sent._replace(written=data))
+
+
+_OPERATIONS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
+"""By ``ncclRedOp_t`` of nccl.h; what follows is made for a number to multiply by."""
+
+
+def _operation(given: Mapping[str, Any], number: int) -> str:
+    """Return the reduction of a call, by the ``number`` that it has for NCCL."""
+    kind: Any = torch._C._distributed_c10d.ReduceOp
+    reduction = given.get("reduce_op")
+    if reduction is None:
+        return ""
+    is_scaled = number >= len(_OPERATIONS) or kind.unbox(reduction).op == kind.PREMUL_SUM
+    return "PREMUL_SUM" if is_scaled else _OPERATIONS[number]
+
+
 class Libraries:
     """The operators of other libraries on one device."""
 
@@ -102,7 +144,7 @@ class Libraries:
         if func.namespace in _COLLECTIVE:
             has_group = any(each.name == "process_group" for each in func._schema.arguments)
             if has_group and func.namespace == "c10d":
-                return Collective(func, self._graphs, self._memory)
+                return _Collective(func, self._graphs, self._memory)
             return Parts(func, self._graphs)
         in_python = f"{func.namespace}/{func._schema.name.partition('::')[2]}"
         if is_composite(func) or f"{in_python}/CUDA" in torch.library._impls:
