@@ -1,4 +1,4 @@
-"""Operators of other libraries.
+"""Operators that are taken apart, what they call being followed, and those of other libraries.
 
 What a library's kernel in C++ calls of torch is followed, but not its own kernels. They write to
 tensors that it has made before, as torchvision's ``nms`` to the mask of the boxes that it keeps
@@ -20,7 +20,6 @@ from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory
-from pytest_gpumem.dry.values.parts import Parts, is_composite
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.distributed.alike import COLLECTIVES, Collective, Transfer
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, named
@@ -31,6 +30,50 @@ _OF_C10D = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 """Namespaces of operators that are composed of those of c10d."""
 _COLLECTIVE = frozenset({"c10d", "symm_mem"})
 """Namespaces of operators that other ranks take part in."""
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+class Parts:
+    """An operator composed of others that are followed; a library's results are unknown."""
+
+    def __init__(self, func: Any, graphs: Graphs | None) -> None:
+        self._func = func
+        self._graphs = graphs
+        self._operator = Operator.of(func)
+
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run the kernel at the key below, not this one again."""
+        func = self._func
+        if is_composite(func):
+            result = func._op_dk(_COMPOSITE, *args, **kwargs)
+        else:  # a kernel in Python, which torch calls by a set of keys only
+            keys = torch._C.DispatchKeySet(_key_of(args, kwargs))
+            result = func.redispatch(keys, *args, **kwargs)
+        self._write(result, args, kwargs)
+        return result
+
+    def _write(self, result: Any, args: Args, kwargs: Kwargs) -> None:
+        """Note what it has written."""
+        if self._graphs is not None:
+            for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
+                if tensor.is_cuda:
+                    self._graphs.mark_unknown(tensor)
+
+
+def is_composite(func: Any) -> bool:
+    """Return whether torch composes ``func`` of others on a GPU, unlike ``silu_backward``."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CUDA")
+
+
+def _key_of(args: Args, kwargs: Kwargs) -> Any:
+    """Return the backend that runs an operator of other libraries."""
+    on_gpu = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
+    device = kwargs.get("device")
+    on_gpu = on_gpu or (isinstance(device, torch.device) and device.type == "cuda")
+    return torch._C.DispatchKey.CUDA if on_gpu else torch._C.DispatchKey.CPU
 
 
 class _Call(threading.local):

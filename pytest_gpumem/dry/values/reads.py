@@ -17,9 +17,7 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.methods import Method
-from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.common.raw import base
+from pytest_gpumem.simulated.common.patching import Method, Patches
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values.assumptions import (
@@ -41,7 +39,7 @@ from pytest_gpumem.values.errors import UnknownValueError
 MOST_DECIDED_BY = 1 << 20
 """Bytes of a copy to the host up to which it may be a decision; longer ones are mere data."""
 
-_item, _bool, _tolist, _numpy = (base(n) for n in ("item", "__bool__", "tolist", "numpy"))
+_item, _bool, _tolist, _numpy = (raw.base(n) for n in ("item", "__bool__", "tolist", "numpy"))
 _array: Any = torch.Tensor.__array__
 _repr: Any = torch.Tensor.__repr__
 _NUMBERS = ("__float__", "__int__", "__index__", "__complex__")
@@ -134,7 +132,7 @@ class Reads:
             "__array__": self._unless_lost(_array),
             "__repr__": lambda tensor, **kwargs: self._printed(tensor, **kwargs),
             **{name: self._number(name) for name in _NUMBERS},
-            **{name: self._to_host(base(name), f"{name}()") for name in ("cpu", "to")},
+            **{name: self._to_host(raw.base(name), f"{name}()") for name in ("cpu", "to")},
         }
         for name, function in replaced.items():
             self._patches.add(torch.Tensor, name, Method(function, getattr(torch.Tensor, name)))
@@ -244,7 +242,7 @@ class Reads:
         return value
 
     def _number(self, name: str) -> Callable[[torch.Tensor], Any]:
-        read = base(name)
+        read = raw.base(name)
         shown = f"{name.strip('_')}()"
         return lambda tensor: self._read(read, tensor, shown)
 

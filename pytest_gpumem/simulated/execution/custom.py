@@ -21,7 +21,6 @@ from torch._ops import HigherOrderOperator
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import running, user_line
 from pytest_gpumem.simulated.common.patching import having
-from pytest_gpumem.simulated.common.raw import META, tensors_in
 from pytest_gpumem.simulated.execution import computing
 from pytest_gpumem.simulated.execution.computing import is_factory
 from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
@@ -70,7 +69,7 @@ def _on_device(runner: Runner, definition: Any) -> Handler:
     values = runner.values
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if values.everything or not any(map(raw.is_meta, tensors_in((args, kwargs)))):
+        if values.everything or not any(map(raw.is_meta, raw.tensors_in((args, kwargs)))):
             return parts(args, kwargs)
         with values.ignoring():
             return shapes_only(args, kwargs)
@@ -164,9 +163,6 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     return handle
 
 
-_empty_strided = torch.empty_strided
-
-
 def is_sized_by_values(func: Any) -> bool:
     """Return whether values decide how large the results of ``func`` are, which it makes itself.
 
@@ -199,7 +195,7 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
         runner.track(result if call is None else call.outputs(result), device)
         if call is not None:
             call.end(result)
-        for tensor, values in zip(tensors_in(result), tensors_in(computed), strict=True):
+        for tensor, values in zip(raw.tensors_in(result), raw.tensors_in(computed), strict=True):
             runner.values.keep(tensor, values)
         return result
 
@@ -213,7 +209,7 @@ def _shaped_as(func: Any, computed: Any) -> Any:
         if func is torch.ops.aten.nonzero.default:
             # aten/src/ATen/native/cuda/Nonzero.cu writes one row for each dimension.
             strides = (1, max(computed.shape[0], 1))
-        return _empty_strided(computed.shape, strides, dtype=computed.dtype, device=META)
+        return raw.empty_strided(computed.shape, strides, dtype=computed.dtype, device=raw.META)
     return type(computed)(_shaped_as(func, item) for item in computed)
 
 

@@ -18,7 +18,6 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
-from pytest_gpumem.simulated.common.raw import CPU, META, tensors_in
 from pytest_gpumem.simulated.execution.shapes import NEW, TORCHS_OWN, Shapes
 from pytest_gpumem.simulated.machine import checks
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
@@ -68,12 +67,12 @@ class Runner:
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            is_ours = unknown or kwargs.get("device") == META
+            is_ours = unknown or kwargs.get("device") == raw.META
             if not is_ours and self.machine.has_real_meta:
                 # Other tensors than those that stand for memory of a GPU have errors of their own.
                 is_ours = self.device_kind_of(args, kwargs) is not None
             elif not is_ours:
-                is_ours = any(map(raw.is_meta, tensors_in((args, kwargs))))
+                is_ours = any(map(raw.is_meta, raw.tensors_in((args, kwargs))))
             if is_ours:
                 self._explain(error, func, args, kwargs)
             raise
@@ -92,7 +91,7 @@ class Runner:
 
     def run_seeded(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a kernel of torch's without drawing random numbers."""
-        if kwargs.get("generator") is not None and any(map(raw.is_meta, tensors_in(args))):
+        if kwargs.get("generator") is not None and any(map(raw.is_meta, raw.tensors_in(args))):
             kwargs = {**kwargs, "generator": None}
         return self.run(func, *self.concealed(args, kwargs))
 
@@ -103,7 +102,7 @@ class Runner:
             result = func(*args, **kwargs)
         finally:
             self._dispatch.inside = False
-        self.storages.mark_users_own(tensors_in(result))
+        self.storages.mark_users_own(raw.tensors_in(result))
         return result
 
     def run_on_host(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
@@ -114,7 +113,7 @@ class Runner:
             answer = self.values.if_finite(func, args)
             if answer is not None:
                 self.machine.note_finite()
-                return torch.full(result.shape, answer, device=CPU)
+                return torch.full(result.shape, answer, device=raw.CPU)
         self.values.follow_on_host(func, args, result)
         return result
 
@@ -124,7 +123,7 @@ class Runner:
         if any(isinstance(value, torch.UntypedStorage) for value in args):
             return func(*args, **kwargs)  # set_ to a storage, whatever that holds
         places = [args[at] if at < len(args) else kwargs.get(name) for at, name in operator.written]
-        targets = [tensor for tensor in tensors_in(places) if not raw.is_meta(tensor)]
+        targets = [tensor for tensor in raw.tensors_in(places) if not raw.is_meta(tensor)]
         if targets and self._writes_known_values(operator, args, kwargs, targets):
             result = self.run(func, args, kwargs)
             for target in filter(covers, targets):
@@ -145,7 +144,7 @@ class Runner:
         if not operator.overwrites or any(map(self.storages.is_untouched, targets)):
             return False
         read = operator.read(args, kwargs)
-        return not any(map(self.storages.is_unknown_on_cpu, tensors_in(read)))
+        return not any(map(self.storages.is_unknown_on_cpu, raw.tensors_in(read)))
 
     def mark_unknown(self, func: Any, target: torch.Tensor) -> None:
         """Mark the values of a CPU tensor as unknown from now on.
@@ -209,7 +208,7 @@ class Runner:
         first = args[0] if args and not machine.has_real_meta else None
         if isinstance(first, torch.Tensor) and of(first) is not None:  # nearly always
             return CUDA
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in raw.tensors_in((args, kwargs)):
             if of(tensor) is not None:
                 if machine.has_real_meta:
                     machine.thread_state.on_meta = False
@@ -268,9 +267,6 @@ def no_shapes(runner: Runner, func: Any, args: Args, kwargs: Kwargs) -> Unsuppor
     return UndescribedKernelError(f"{sentence}: {how_to_describe(func)}", func._schema.name)
 
 
-_empty_strided = torch.empty_strided
-
-
 class _OnMeta:
     """``meta`` tensors in the place of CPU tensors.
 
@@ -304,7 +300,7 @@ class _OnMeta:
         stays = not tensor.dim() and id(tensor) not in self._targets
         if (stays or self._unknown_only) and not self._storages.is_unknown_on_cpu(tensor):
             return tensor
-        made = _empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+        made = raw.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=raw.META)
         self.made[id(tensor)] = made
         self.originals[id(made)] = tensor
         return made

@@ -24,16 +24,14 @@ import torch
 from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import having
-from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, ThreadState
 from pytest_gpumem.simulated.machine.generators import RandomState
 from pytest_gpumem.simulated.machine.notes import Notes
-from pytest_gpumem.simulated.machine.pinned import Pinned
 from pytest_gpumem.simulated.machine.placement import Placement
 from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents
-from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages
+from pytest_gpumem.simulated.machine.storages import Pinned, SimulatedStorage, Storages
 from pytest_gpumem.simulated.machine.streams import (
     OF_LEAVES,
     Capture,
@@ -282,7 +280,7 @@ class SimulatedMachine(Notes):
     def kernel_wrote(self, *values: Any) -> None:
         """Forget the values of tensors that a kernel may write to, at each replay of a capture."""
         with self.execution.lock or nullcontext():
-            found = ((each, self.storages.of(each)) for each in tensors_in(values))
+            found = ((each, self.storages.of(each)) for each in raw.tensors_in(values))
             written = [(each, record) for each, record in found if record is not None]
             capture = self.capture
             if capture is None:

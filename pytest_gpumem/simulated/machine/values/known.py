@@ -16,7 +16,6 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import having
-from pytest_gpumem.simulated.common.raw import CPU, tensors_in
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
@@ -48,7 +47,7 @@ class Values(Reading):
         elif self._bases and self._known(args, kwargs):
             self._derive(operator, args, kwargs, result)
         elif answer is not None:
-            self._set_fact(result, Fact(torch.tensor(answer, device=CPU)))
+            self._set_fact(result, Fact(torch.tensor(answer, device=raw.CPU)))
         elif self.assumes:
             self._assume(operator, args, result)
         self._state(fact, operator, args, kwargs, result)
@@ -127,7 +126,7 @@ class Values(Reading):
 
         They are ``computed`` from ``given``, which :meth:`shared` returned and which was written.
         """
-        used = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
+        used = {tensor.untyped_storage()._cdata for tensor in raw.tensors_in(given)}
         for result, value in zip(results, computed, strict=True):
             if isinstance(result, torch.Tensor):
                 base = self._bases.get(storage_key(result))
@@ -139,7 +138,7 @@ class Values(Reading):
         """Set the values of a tensor that a factory, or a copy between devices, has just made."""
         if self._ignoring or self.records(operator, args, kwargs, result):
             return
-        uploads = len(on_device(args[:1])) < len(list(tensors_in(args[:1])))
+        uploads = len(on_device(args[:1])) < len(list(raw.tensors_in(args[:1])))
         fact = self._fact(operator, args, kwargs, uploads=uploads)
         if self.everything or not operator.undefined:
             self._make(operator, args, kwargs, result)
@@ -177,7 +176,7 @@ class Values(Reading):
         """
         answer = self.if_finite(operator.func, args) if operator.asks else None
         if answer is not None:
-            self._set_fact(result, Fact(torch.tensor(answer, device=CPU), assumed=True))
+            self._set_fact(result, Fact(torch.tensor(answer, device=raw.CPU), assumed=True))
             return None
         return None if operator.assumption is None else operator.assumption(self, args, result)
 
@@ -185,9 +184,9 @@ class Values(Reading):
         """Remember which copies in host memory, of unknown values, hold infinities."""
         if not self.facts.by_key:
             return
-        given = list(map(self.facts.infinity, tensors_in(args)))
+        given = list(map(self.facts.infinity, raw.tensors_in(args)))
         infinite = finite.passed_on(func._schema.name, given)
-        for tensor in tensors_in(result) if infinite else ():
+        for tensor in raw.tensors_in(result) if infinite else ():
             self._set_fact(tensor, Fact(infinite=infinite))
 
     def _set_fact(self, tensor: torch.Tensor, fact: Fact) -> None:
