@@ -143,8 +143,8 @@ class _Computing(Interpreter):
         if _is_of_torch(target):
             computed = self._values.run(_operator(target), args, kwargs)
         else:
-            # A kernel of Triton's that is launched for the raw.CPU would compute nothing.
-            launch = RuntimeError("a kernel for a GPU was launched on the raw.CPU")
+            # A kernel of Triton's that is launched for the CPU would compute nothing.
+            launch = RuntimeError("a kernel for a GPU was launched on the CPU")
             with mock.patch.object(self._machine, "kernel_wrote", side_effect=launch):
                 computed = self._values.run(_operator(target), args, kwargs)
         if computed is None:
@@ -220,7 +220,7 @@ def _lacking_operator(operator: OpOverload) -> str | None:
     """
     name = operator.name()
     anywhere = operator._schema.name in OPDEFS and _has_kernel(name, "CompositeExplicitAutograd")
-    known = _is_of_torch(operator) or anywhere or _has_kernel(name, "raw.CPU")
+    known = _is_of_torch(operator) or anywhere or _has_kernel(name, "CPU")
     known = known and not _OF_STORAGES.search(operator._schema.name)
     known = known and not Operator.of(operator).moves_views
     return None if known else str(operator)
@@ -238,7 +238,7 @@ def _copied_to_host(graph: GraphModule) -> str | None:
         if any(each.is_cuda for each in found):
             of_gpu.add(node)
         elif found and not of_gpu.isdisjoint(node.all_input_nodes):
-            return f"{node.target}, which copies to the raw.CPU,"
+            return f"{node.target}, which copies to the CPU,"
     return None
 
 

@@ -275,7 +275,7 @@ def scalar(runner: Runner, func: Any) -> Handler:
         # GPU, or on meta where there are such tensors, which the next operator shows.
         is_unsure = here.sets_items or machine.has_real_meta
         if target is not None and target.type == "meta" and is_unsure:
-            # x[i] = 1.0: on CUDA the number becomes a raw.CPU scalar and nothing is allocated
+            # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
             # (torch/csrc/autograd/python_variable_indexing.cpp, THPVariable_setitem).
             result = runner.run(func, args, kwargs)
             runner.storages.mark_host_scalars([result])

@@ -123,7 +123,7 @@ class Reading(KnownValues):
         """Return the error text for ``read``, such as ``bool() at test.py:3 reads``."""
         value = f"{read} a value of a CUDA tensor"
         if self.uncomputed is not None:
-            because = f"because {self.uncomputed} cannot be computed on the raw.CPU"
+            because = f"because {self.uncomputed} cannot be computed on the CPU"
             return f"{value} that is not known, {because}"
         if self.everything:
             return f"{value} that is not known: nothing has written it"
