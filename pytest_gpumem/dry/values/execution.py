@@ -24,7 +24,6 @@ from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_view, named
-from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
@@ -72,12 +71,10 @@ _DISABLED = torch._C._disabled_torch_dispatch_impl
 class Execution:
     """The execution of operators on a dry device, with their values."""
 
-    def __init__(
-        self, memory: Memory, storages: Storages, values: DryValues, reads: Reads, graphs: Graphs
-    ) -> None:
+    def __init__(self, memory: Memory, values: DryValues, reads: Reads, graphs: Graphs) -> None:
         self._memory = memory
         self._graphs = graphs
-        self._storages = storages
+        self._storages = values.storages
         self._values = values
         self._reads = reads
         self._libraries = Libraries(values, graphs, memory)

@@ -20,7 +20,7 @@ from pytest_gpumem.simulated.execution.computing import may_resize
 from pytest_gpumem.simulated.execution.custom import of_parts, placement_noting
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner, no_shapes
 from pytest_gpumem.simulated.execution.shapes import is_of_lists
-from pytest_gpumem.simulated.machine.checks import NO_DATA
+from pytest_gpumem.simulated.machine.checks import INDEXING, NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -126,13 +126,6 @@ def read(runner: Runner, func: Any) -> Handler:
         return value
 
     return handle
-
-
-_MASKED = """
-    aten::index aten::_unsafe_index aten::index_put aten::index_put_ aten::_unsafe_index_put
-    aten::_index_put_impl_
-""".split()
-"""Operators among whose indices masks may be."""
 
 
 def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
@@ -303,7 +296,7 @@ An operator for which none holds computes."""
 
 SPECIAL: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any, Handler], Handler]], ...] = (
     (custom.is_sized_by_values, custom.sized),
-    (lambda func: _name(func) in _MASKED, masked),
+    (lambda func: _name(func) in INDEXING, masked),
     (lambda func: _name(func) == "aten::masked_select" and not may_resize(func), selected),
     (is_of_lists, each_device),
 )

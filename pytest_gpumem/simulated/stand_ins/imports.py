@@ -134,9 +134,7 @@ class _Finder(DistributionFinder):
         """Return the spec of a module of the stand-in."""
         if not self.stands_for(fullname):
             return None
-        if any(f"{fullname}.".startswith(f"{each}.") for each in _WITHOUT):
-            return ModuleSpec(fullname, _Refusing(), is_package=True)
-        if fullname == PACKAGE:  # a check whether it is there imports nothing
+        if fullname == PACKAGE or _has_none(fullname):  # a check if it is there imports nothing
             return ModuleSpec(fullname, _Making(), is_package=True)
         names = _contents()
         if fullname not in names:
@@ -154,28 +152,24 @@ class _Finder(DistributionFinder):
             yield _Metadata()
 
 
+def _has_none(module: str) -> bool:
+    """Return whether the release has ``module``, and the stand-in has not."""
+    return any(f"{module}.".startswith(f"{each}.") for each in _WITHOUT)
+
+
 class _Making(Loader):
     """Makes modules, once each."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module; a second import has the one that the first has made."""
+        """Return the module, unless there is none; a second import has that of the first."""
+        if _has_none(spec.name):
+            _refuse(spec.name)
         return _modules.get(spec.name) or StandInModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module its contents."""
         vars(module).update(_contents()[module.__name__])
         _modules[module.__name__] = module
-
-
-class _Refusing(Loader):
-    """Refuses to load a module of the real library that has no stand-in."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Refuse."""
-        _refuse(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: no module is made."""
 
 
 class _Metadata(Distribution):
