@@ -24,6 +24,7 @@ from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_view, named
+from pytest_gpumem.simulated.machine.storages import parts_of_sparse
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
@@ -228,7 +229,7 @@ class Execution:
         numbers = sizes.read_by_sparse(self._values, operator.name, args, parts)
         with self._memory.answering(numbers):
             result = operator.func(*args, **kwargs)
-        for tensor, part in zip(sizes.parts_of(result), parts, strict=True):
+        for tensor, part in zip(parts_of_sparse(result), parts, strict=True):
             if part is not None:
                 self._values.keep(tensor, part)
         return result

@@ -62,7 +62,7 @@ class GraphValues:
                 if self.lacks is not None:
                     values.uncomputed = values.uncomputed or self.lacks
                     return wrapper(inputs)
-                capture = values.capture()
+                capture = values.recording()
                 if capture is not None:
                     machine.kernel_wrote()  # into the graph, as if from its results
                     described = capture.described(tuple(self._copies_on_host(inputs)))

@@ -169,6 +169,11 @@ class GpuState:
         )
 
     @property
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes of the device's memory that are free, and all."""
+        return self.allocator.free_memory, self.model.total_memory
+
+    @property
     def estimated(self) -> int:
         """Bytes of the highest peak allocated whose number only a closed library determines."""
         return self.estimates.in_peak

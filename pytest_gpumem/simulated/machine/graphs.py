@@ -87,9 +87,6 @@ class Graph:
         gpu.allocator.is_capturing = lambda: machine.streams.is_capturing(gpu.index)
         gpu.allocator.mark_capture_begin()
         captures[gpu.index, gpu.stream] = capture
-        machine.values.recording = lambda: (
-            None if machine.capture is None else machine.capture.recording
-        )
         self._capture, self._memory = capture, gpu.allocator
         if RNG_PER_CAPTURE <= gpu.version < LAZY_RNG:
             for state in self._states:

@@ -183,6 +183,7 @@ class SimulatedMachine(Notes):
         self.thread_state = ThreadState()
         self.storages = Storages()
         self.values = Values(self.storages, self, everything=real_values)
+        self.values.recording = lambda: self.capture and self.capture.recording
         self.storages.regrown = self.values.resized
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
@@ -301,8 +302,6 @@ class SimulatedMachine(Notes):
         captures = self.streams.captures
         for key in [key for key, other in captures.items() if other is capture]:
             del captures[key]
-        if not captures:
-            self.values.recording = None
 
     def abandon_captures(self) -> None:
         """End the captures that a test left open."""

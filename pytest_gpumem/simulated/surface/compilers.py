@@ -92,7 +92,7 @@ class _NotCompiled:
         """Return a stand-in for a function of ``torch._dynamo``: on eager code it does nothing."""
         return {
             ("torch._compile", "disable"): self._disable,
-            ("torch.optim.optimizer", "graph_break"): _graph_break,
+            ("torch.optim.optimizer", "graph_break"): lambda *_, **__: None,
         }.get((asking.f_globals.get("__name__", ""), name))
 
     def forget(self) -> None:
@@ -103,10 +103,6 @@ class _NotCompiled:
     def _disable(self, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
         self._functions.append(function)
         return function
-
-
-def _graph_break(*_: Any, **__: Any) -> None:
-    """Do nothing, as the real one does in code that is not compiled."""
 
 
 class _NoExpression:

@@ -60,7 +60,11 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(module, "memory_snapshot", partial(_memory_snapshot, machine))
     patches.add(torch._C, "_has_cuda", True)
     patches.add(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
-    patches.wrap(torch, "get_device_module", _device_module)
+    # The original remembers its answers, also beyond the simulation.
+    module = torch.get_device_module
+    patches.add(
+        torch, "get_device_module", lambda of=None: torch.cuda if of is None else module(of)
+    )
     patches.add(torch, "Generator", generator)
     # A type that can neither be changed nor inherited from.
     patches.add(torch, "device", device)
@@ -82,11 +86,6 @@ def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
     if owner is torch.amp.autocast_mode.autocast:
         return True  # it casts for the GPU in compiled code, too
     return owner in below or (owner is torch.cuda and name in _STATE)
-
-
-def _device_module(find: Callable[..., Any], device: torch.device | str | None = None) -> Any:
-    # The original remembers its answers, also beyond the simulation.
-    return torch.cuda if device is None else find(device)
 
 
 def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
@@ -121,15 +120,6 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         machine.current.workspaces.handle(machine.current.stream)
         return 1
 
-    def raw_alloc(size: int, stream: int) -> int:
-        return machine.current.allocator.malloc(size, stream)
-
-    def set_memory_fraction(fraction: float, device: Any) -> None:
-        memory(device).set_memory_fraction(fraction)
-
-    def free_and_total(index: int) -> tuple[int, int]:
-        return memory(index).free_memory, gpu(index).model.total_memory
-
     return {
         "_cuda_init": lambda: None,
         "_cuda_isInBadFork": lambda: machine.execution.in_child,
@@ -145,12 +135,12 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_cuda_ipc_collect": lambda: None,
         "_cuda_memoryStats": memory_stats,
         "_cuda_resetPeakMemoryStats": lambda device: memory(device).reset_peak_stats(),
-        "_cuda_resetAccumulatedMemoryStats": lambda device: memory(
-            device
-        ).reset_accumulated_stats(),
-        "_cuda_setMemoryFraction": set_memory_fraction,
+        "_cuda_resetAccumulatedMemoryStats": lambda index: memory(index).reset_accumulated_stats(),
+        "_cuda_setMemoryFraction": lambda share, device: memory(device).set_memory_fraction(share),
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_cudaCachingAllocator_raw_alloc": raw_alloc,
+        "_cuda_cudaCachingAllocator_raw_alloc": lambda size, stream: memory(None).malloc(
+            size, stream
+        ),
         "_cuda_cudaCachingAllocator_raw_delete": lambda address: memory(None).free(address),
         "_cuda_clearCublasWorkspaces": clear_workspaces,
         "_cuda_getCurrentBlasHandle": blas_handle,
@@ -165,7 +155,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_accelerator_getDeviceStats": memory_stats,
         "_accelerator_resetPeakStats": lambda index: memory(index).reset_peak_stats(),
         "_accelerator_resetAccumulatedStats": lambda index: memory(index).reset_accumulated_stats(),
-        "_accelerator_getMemoryInfo": free_and_total,
+        "_accelerator_getMemoryInfo": lambda index: gpu(index).free_and_total,
     }
 
 

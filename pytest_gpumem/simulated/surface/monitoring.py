@@ -114,8 +114,7 @@ class Runtime:
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802  # CUDA's own name
         """Free and total bytes."""
-        gpu = self._machine.device(device)
-        return gpu.allocator.free_memory, gpu.model.total_memory
+        return self._machine.device(device).free_and_total
 
     def cudaHostRegister(self, ptr: int, size: int, flags: int) -> int:  # noqa: N802  # CUDA's
         """Page-lock memory of the host; return the result code."""

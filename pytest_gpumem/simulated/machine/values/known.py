@@ -33,8 +33,8 @@ class Values(Reading):
     def __init__(self, storages: Storages, notes: Notes, *, everything: bool) -> None:
         super().__init__(storages, notes, everything=everything)
         self._ignoring = False
-        self.recording: Callable[[], Recorder[Any] | None] | None = None
-        """Returns the recorder of a capture's operators, while there is a capture."""
+        self.recording: Callable[[], Recorder[Any] | None] = lambda: None
+        """Returns the recorder of operators, while a capture is under way on this thread."""
 
     def follow(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Update the values after an operator has run on the shapes."""
@@ -54,7 +54,7 @@ class Values(Reading):
 
     def records(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> bool:
         """Add the call to a capture under way on this thread, if any, for when its graph runs."""
-        recording = self.capture()
+        recording = self.recording()
         if recording is None:
             return False
         recording.add(operator, args, kwargs, result)
@@ -94,10 +94,6 @@ class Values(Reading):
             return
         with torch._C._DisableTorchDispatch():
             self.replace(Operator.by(function), args, {}, result)
-
-    def capture(self) -> Recorder[Any] | None:
-        """Return the recorder of operators, while a capture is under way on this thread."""
-        return None if self.recording is None else self.recording()
 
     def shared(self, given: Iterable[Any]) -> list[Any] | None:
         """Return ``given`` with CPU tensors that share the values of its tensors.
