@@ -60,11 +60,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(module, "memory_snapshot", partial(_memory_snapshot, machine))
     patches.add(torch._C, "_has_cuda", True)
     patches.add(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
-    # The original remembers its answers, also beyond the simulation.
-    module = torch.get_device_module
-    patches.add(
-        torch, "get_device_module", lambda of=None: torch.cuda if of is None else module(of)
-    )
+    patches.wrap(torch, "get_device_module", _device_module)
     patches.add(torch, "Generator", generator)
     # A type that can neither be changed nor inherited from.
     patches.add(torch, "device", device)
@@ -86,6 +82,11 @@ def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
     if owner is torch.amp.autocast_mode.autocast:
         return True  # it casts for the GPU in compiled code, too
     return owner in below or (owner is torch.cuda and name in _STATE)
+
+
+def _device_module(find: Callable[..., Any], device: torch.device | str | None = None) -> Any:
+    # The original remembers its answers, also beyond the simulation.
+    return torch.cuda if device is None else find(device)
 
 
 def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
@@ -138,9 +139,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_cuda_resetAccumulatedMemoryStats": lambda index: memory(index).reset_accumulated_stats(),
         "_cuda_setMemoryFraction": lambda share, device: memory(device).set_memory_fraction(share),
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_cudaCachingAllocator_raw_alloc": lambda size, stream: memory(None).malloc(
-            size, stream
-        ),
+        "_cuda_cudaCachingAllocator_raw_alloc": lambda *given: memory(None).malloc(*given),
         "_cuda_cudaCachingAllocator_raw_delete": lambda address: memory(None).free(address),
         "_cuda_clearCublasWorkspaces": clear_workspaces,
         "_cuda_getCurrentBlasHandle": blas_handle,
