@@ -147,22 +147,18 @@ class _Work(Work):
         return True
 
     def synchronize(self) -> None:
-        """Wait."""
         self.wait()
 
     block_current_stream = synchronize
 
     def get_future(self) -> Any:
-        """Return a future that is already done, with the results."""
         self.wait()
         return _DoneFuture(self._machine, self._result)
 
     def result(self) -> list[torch.Tensor]:
-        """Return the results."""
         return list(self._result)
 
     def is_completed(self) -> bool:
-        """Return whether it is done: always."""
         return True
 
     is_success = is_completed

@@ -131,7 +131,6 @@ class _Finder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the stand-in."""
         if not self.stands_for(fullname):
             return None
         if fullname == PACKAGE or _has_none(fullname):  # a check if it is there imports nothing
@@ -145,7 +144,6 @@ class _Finder(DistributionFinder):
     def find_distributions(
         self, context: DistributionFinder.Context = _ANY
     ) -> Iterable[Distribution]:
-        """Return the library's metadata, for a query of all distributions or of this one."""
         # PEP 503.
         asked = None if context.name is None else re.sub(r"[-_.]+", "-", context.name).lower()
         if asked in (None, NAME) and _is_missing():
@@ -167,7 +165,6 @@ class _Making(Loader):
         return _modules.get(spec.name) or StandInModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its contents."""
         vars(module).update(_contents()[module.__name__])
         _modules[module.__name__] = module
 
@@ -181,11 +178,9 @@ class _Metadata(Distribution):
     }
 
     def read_text(self, filename: str) -> str | None:
-        """Return one of the files, if there is such a one."""
         return self._FILES.get(filename)
 
     def locate_file(self, path: str | PathLike[str]) -> Path:
-        """Return the path that a file would have."""
         return Path(path)
 
 
