@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 
@@ -82,7 +83,7 @@ def kept_workspaces() -> set[int]:
     for product in ("gemm", "gemm_lt"):
         memory = _Counting()
         workspaces = Workspaces(
-            memory,
+            cast("Any", memory),
             parse_version(None),
             (properties.major, properties.minor),
             os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import mock
@@ -327,12 +328,8 @@ def _refuse_backward(*_: Any) -> NoReturn:
 
 def _is_captured_by_torch() -> bool:
     """Return whether the call of ``torch.compile`` stands in one of torch's own functions."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_CAPTURES):
-            return True
-        frame = frame.f_back
-    return False
+    frames = walk_stack(sys._getframe(1))
+    return any(frame.f_code.co_filename.startswith(_CAPTURES) for frame, _ in frames)
 
 
 _MODULE_CALL = torch.nn.Module._wrapped_call_impl.__code__

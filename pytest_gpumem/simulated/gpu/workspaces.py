@@ -28,10 +28,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.common.callsite import provenance
+from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import (
     LARGE_MAJORS,
     LT_KEPT,
@@ -43,8 +45,6 @@ from pytest_gpumem.simulated.gpu.releases import (
     WORKSPACE_PER_OPERATION,
 )
 
-Version = tuple[int, int]
-
 
 def dropout_state_bytes(multiprocessors: int) -> int:
     """Return the bytes of cuDNN's state of dropout (``cudnnDropoutGetStatesSize``).
@@ -53,18 +53,6 @@ def dropout_state_bytes(multiprocessors: int) -> int:
     multiprocessor: 6,488,064 on an H100 with cuDNN 9.19, and taken to hold for other GPUs.
     """
     return 48 * 1024 * multiprocessors
-
-
-class Memory(Protocol):
-    """The memory that a workspace is taken from: one device's allocator."""
-
-    def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
-        """Allocate ``size`` bytes, return the address."""
-        ...
-
-    def free(self, address: int) -> None:
-        """Free the block at ``address``."""
-        ...
 
 
 @dataclass
