@@ -19,17 +19,16 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from pytest_gpumem.garbage import FramesCleared
 from pytest_gpumem.late_modules import Context
-from pytest_gpumem.simulated.common.callsite import is_own, user_line
+from pytest_gpumem.simulated.common.callsite import is_own, refuse, refusing, user_line
 from pytest_gpumem.simulated.common.compiled_notes import (
     FOLLOWED_SINCE,
-    OF_COMPILED_CODE,
     RUNS_EAGERLY,
 )
 from pytest_gpumem.simulated.common.late_imports import imported_unpatched
@@ -47,7 +46,6 @@ from pytest_gpumem.simulated.compiled.settings import (
     traced_only_if_asked_for,
 )
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.compiled.tracing import Context, Exclusive, Tracing
@@ -198,7 +196,12 @@ class Compilation:
                 lambda backend: self._callback(wrapped(backend)),
             )
             backward = compiled_autograd.AutogradCompilerInstance
-            patches.add(backward, "begin_capture", _refuse_backward)
+            refuse_backward = refusing(
+                "torch.compile",
+                "compiles a backward pass (compiled autograd), which a simulated GPU does not "
+                "follow: run pytest --gpumem-device=dry",
+            )
+            patches.add(backward, "begin_capture", refuse_backward)
             fakes.add_gradients(patches, self._tracer, self._code)
         return patches
 
@@ -218,10 +221,10 @@ class Compilation:
         with self._exclusive() as is_exclusive:
             if not is_exclusive:
                 # Replacements are the process's.
-                raise UnsupportedOperatorError(
-                    f"{OF_COMPILED_CODE} {user_line()} compiles while another thread lives that "
-                    "uses torch, which a simulated GPU cannot follow: run pytest "
-                    "--gpumem-device=dry, or --gpumem-sim-compile=eager"
+                refuse(
+                    "torch.compile",
+                    "compiles while another thread lives that uses torch, which a simulated GPU "
+                    "cannot follow: run pytest --gpumem-device=dry, or --gpumem-sim-compile=eager",
                 )
             yield
 
@@ -317,13 +320,6 @@ class Compilation:
             reset_code(code)
             del _compiled[code]
         reset_code_state()
-
-
-def _refuse_backward(*_: Any) -> NoReturn:
-    raise UnsupportedOperatorError(
-        f"{OF_COMPILED_CODE} {user_line()} compiles a backward pass (compiled autograd), which a "
-        "simulated GPU does not follow: run pytest --gpumem-device=dry"
-    )
 
 
 def _is_captured_by_torch() -> bool:

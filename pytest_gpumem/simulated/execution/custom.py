@@ -19,7 +19,7 @@ from torch._library.utils import fill_defaults, has_tensor_arg
 from torch._ops import HigherOrderOperator
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import running, user_line
+from pytest_gpumem.simulated.common.callsite import refusing, running
 from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.execution import computing
 from pytest_gpumem.simulated.execution.computing import is_factory
@@ -30,7 +30,7 @@ from pytest_gpumem.simulated.operators import below_autograd, tables
 from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.matrix_functions import DECIDING
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
-from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnknownValueError
 
 _IN_PYTHON = frozenset({"flex_lib", "xformers_flash", "xformers_flash3"})
 """Namespaces of operators whose code is Python around other operators (xformers/ops/fmha/flash.py
@@ -280,13 +280,7 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
     if eagerly is not None:
         return of_parts(runner, eagerly)
 
-    def refuse(args: Args, kwargs: Kwargs) -> Any:
-        raise UnsupportedOperatorError(
-            f"{func.name()} at {user_line()} is for compiled code, so it cannot run on a "
-            f"simulated GPU"
-        )
-
-    return refuse
+    return refusing(func.name(), "is for compiled code, so it cannot run on a simulated GPU")
 
 
 def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:
