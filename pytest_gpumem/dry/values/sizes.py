@@ -153,8 +153,9 @@ def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
     if name == "aten::_to_sparse":
         known = values.known(args[0])
         made = None if known is None else torch.ops.aten._to_sparse(known, *args[1:])
-        is_coo = made is not None and made.layout is torch.sparse_coo
-        return (made._indices(), made._values()) if is_coo else None
+        if made is None or made.layout is not torch.sparse_coo:
+            return None
+        return made._indices(), made._values()
     indices, elements = map(values.known, parts_of_sparse(args[0]))
     if indices is None:
         return None

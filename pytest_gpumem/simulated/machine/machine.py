@@ -183,7 +183,7 @@ class SimulatedMachine(Notes):
         self.thread_state = ThreadState()
         self.storages = Storages()
         self.values = Values(self.storages, self, everything=real_values)
-        self.values.recording = lambda: self.capture and self.capture.recording
+        self.values.recording = lambda: self.capture.recording if self.capture else None
         self.storages.regrown = self.values.resized
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
