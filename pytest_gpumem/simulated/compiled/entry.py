@@ -27,10 +27,7 @@ import torch
 from pytest_gpumem.garbage import FramesCleared
 from pytest_gpumem.late_modules import Context
 from pytest_gpumem.simulated.common.callsite import is_own, refuse, refusing, user_line
-from pytest_gpumem.simulated.common.compiled_notes import (
-    FOLLOWED_SINCE,
-    RUNS_EAGERLY,
-)
+from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE, RUNS_EAGERLY
 from pytest_gpumem.simulated.common.late_imports import imported_unpatched
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes

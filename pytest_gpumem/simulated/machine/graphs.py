@@ -51,11 +51,7 @@ class Graph:
         self._more_pools: list[PoolId] = []
         """Further pools that the capture has used, which live as long as it does."""
 
-    def capture_begin(
-        self,
-        pool: PoolId | None = None,
-        capture_error_mode: str = "global",
-    ) -> None:
+    def capture_begin(self, pool: PoolId | None = None, capture_error_mode: str = "global") -> None:
         """Capture the work of the current stream from now on."""
         machine = self._machine
         gpu = machine.current

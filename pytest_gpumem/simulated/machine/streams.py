@@ -44,13 +44,7 @@ _SYNCHRONIZES = "called a synchronizing CUDA operation"
 class Capture:
     """A capture under way, on the stream it began on and those that wait for it."""
 
-    def __init__(
-        self,
-        gpu: GpuState,
-        pool: PoolId,
-        recording: GraphRecording,
-        graph: Any,
-    ) -> None:
+    def __init__(self, gpu: GpuState, pool: PoolId, recording: GraphRecording, graph: Any) -> None:
         self.gpu = gpu
         self.pool = pool
         self.stream = gpu.stream

@@ -55,10 +55,7 @@ def deferred(unpatched: Context, present: Context) -> Iterator[None]:
             inside.enter_context(present())
 
         def stand_in(
-            name: str,
-            answers: Answers,
-            importing: Context,
-            known: Mapping[str, Any] | None = None,
+            name: str, answers: Answers, importing: Context, known: Mapping[str, Any] | None = None
         ) -> None:
             if name not in sys.modules:
                 inside.enter_context(StandIn(name, answers, importing, known).in_place())

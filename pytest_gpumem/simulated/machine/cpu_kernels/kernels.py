@@ -24,11 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pytest_gpumem.simulated.machine.cpu_kernels import (
-    attention,
-    products,
-    recurrent,
-)
+from pytest_gpumem.simulated.machine.cpu_kernels import attention, products, recurrent
 from pytest_gpumem.simulated.machine.signatures import UNREAD, Kwargs, Signature
 
 _aten = torch.ops.aten
