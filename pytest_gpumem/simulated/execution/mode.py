@@ -61,8 +61,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
         TorchDispatchMode.__init__(self)
         Dispatch.__init__(self, machine.storages)
         self._machine = machine
-        self._runner = Runner(machine, self, self)
-        self._shapes = self._runner.shapes
+        self._runner = Runner(machine, self)
 
     @classmethod
     def is_infra_mode(cls) -> bool:

@@ -48,18 +48,17 @@ _SIGNS_OF_NO_SHAPES = ("no fake impl", "not linked with support for cuda", "INTE
 class Runner:
     """Runs the operators of one machine, for the handlers of every kind.
 
-    In the context ``mode`` the parts of an operator are seen one by one.
+    ``execution`` is the :class:`Dispatch` that has them, and the context in which the parts of an
+    operator are seen one by one.
     """
 
-    def __init__(
-        self, machine: SimulatedMachine, dispatch: Dispatch, mode: AbstractContextManager[object]
-    ) -> None:
+    def __init__(self, machine: SimulatedMachine, execution: Any) -> None:
         self.machine = machine
-        self.mode = mode
+        self.mode: AbstractContextManager[object] = execution
         self.storages = machine.storages
         self.values = machine.values
         self.shapes = Shapes(machine.storages, self.device_name, alike=machine.gpus[0].version)
-        self._dispatch = dispatch
+        self._dispatch: Dispatch = execution
 
     def run(self, func: Any, args: Args, kwargs: Kwargs, *, unknown: bool = False) -> Any:
         """Run a kernel of torch's; ``unknown``: instead of one on CPU tensors of unknown values."""
