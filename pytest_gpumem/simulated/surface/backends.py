@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,9 +39,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         "_{}_blas_preferred_backend": torch._C._get_blas_preferred_backend(),
         "_cuda_{}_cudnn_benchmark_limit": 10,  # Context::benchmark_limit_cudnn
     }.items():
-        setting = SimpleNamespace(value=value)  # it changes speed but nothing that is simulated
-        patches.add(torch._C, name.format("get"), partial(getattr, setting, "value"))
-        patches.add(torch._C, name.format("set"), partial(setattr, setting, "value"))
+        for kind, function in zip(("get", "set"), _setting(value), strict=True):
+            patches.add(torch._C, name.format(kind), function)
     patches.add(torch.backends.cuda, "cufft_plan_cache", _PlanCache())
     patches.wrap(torch.backends.mha, "get_fastpath_enabled", partial(_takes_fast_path, machine))
     # A build with CUDA has them, whatever release is simulated.
@@ -92,6 +91,16 @@ def _can_use(machine: SimulatedMachine, kernel: str, params: Any, debug: bool = 
         params.is_causal,
         params.enable_gqa,
     )
+
+
+def _setting(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return the functions of a setting that changes speed but nothing that is simulated."""
+
+    def change(new: Any) -> None:
+        nonlocal value
+        value = new
+
+    return lambda: value, change
 
 
 class _PlanCache:

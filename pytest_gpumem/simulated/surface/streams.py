@@ -6,6 +6,7 @@ Source: torch/csrc/Stream.cpp and Event.cpp, torch/cuda/streams.py.
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
@@ -313,8 +314,10 @@ def _add_functions(
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the stream and event classes wherever torch names them, and their C++ bases."""
+    register: Callable[..., Any] = torch.Tensor.register_hook
 
-    def register_hook(register: Any, tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Any:
+    @functools.wraps(register)
+    def register_hook(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Any:
         streams = machine.streams
         if streams.used and tensor.requires_grad and tensor.is_leaf and callable(hook):
             hook = streams.hooked(tensor, hook)
@@ -339,5 +342,5 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch, "Event", generic_event)
     patches.add(torch, "Stream", generic)
     _add_functions(machine, patches, stream)
-    patches.wrap(torch.Tensor, "register_hook", register_hook)
+    patches.add(torch.Tensor, "register_hook", register_hook)
     patches.add(torch.Tensor, "record_stream", record_stream)
