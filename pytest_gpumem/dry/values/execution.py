@@ -131,19 +131,15 @@ class Execution:
         name = func._schema.name
         if name in _WRITES_NOTHING:
             return lambda args, kwargs: func(*args, **kwargs)
-        run = self._compute
-        if name in _READS:
-            run = self._read
-        elif name in _COPIES:
-            run = self._copy
-        elif name in _GROUPED:
-            run = self._multiply_groups
-        elif name in sizes.SPARSE:
-            run = self._make_sparse
-        elif name in sizes.NAMES:
-            run = self._count
-        handler = partial(run, Operator.of(func))
-        return self._values.work.counting(func, handler) if run == self._compute else handler
+        own = {
+            **dict.fromkeys(_READS, self._read),
+            **dict.fromkeys(_COPIES, self._copy),
+            **dict.fromkeys(_GROUPED, self._multiply_groups),
+            **dict.fromkeys(sizes.SPARSE, self._make_sparse),
+            **dict.fromkeys(sizes.NAMES, self._count),
+        }
+        handler = partial(own.get(name, self._compute), Operator.of(func))
+        return handler if name in own else self._values.work.counting(func, handler)
 
     def _compute(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator, and then its CPU kernel."""
