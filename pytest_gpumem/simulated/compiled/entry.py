@@ -15,7 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FunctionType
@@ -45,7 +45,7 @@ from pytest_gpumem.simulated.compiled.settings import (
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.compiled.tracing import Context, Exclusive, Tracing
+    from pytest_gpumem.simulated.compiled.tracing import Tracing
 
 
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
@@ -97,7 +97,7 @@ class Compilation:
         answering: Context,
         unpatched: Context,
         code: Context,
-        exclusive: Exclusive,
+        exclusive: Callable[[], AbstractContextManager[bool]],
     ) -> None:
         if how not in HOW:
             raise ValueError(f"compile={how!r}: write one of {', '.join(map(repr, HOW))}")

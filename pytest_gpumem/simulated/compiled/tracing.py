@@ -10,7 +10,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from pytest_gpumem.garbage import FramesCleared, paused
+from pytest_gpumem.late_modules import Context
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import CPU
@@ -55,12 +56,6 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES
 from pytest_gpumem.simulated.operators.rules import on_machine
 from pytest_gpumem.simulated.operators.tables import ABOVE_AUTOGRAD
-
-Context = Callable[[], AbstractContextManager[object]]
-"""A context in which torch is its own, but for the functions that answer for the GPU."""
-
-Exclusive = Callable[[], AbstractContextManager[bool]]
-"""A context that says whether no other thread uses torch inside."""
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"

@@ -204,12 +204,11 @@ class TensorReads:
 
     def tolist(self, tensor: torch.Tensor) -> Any:
         block, known = self._block(tensor), self._known(tensor)
+        if block is not None and known is None and is_printing():
+            known = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         if block is not None and known is not None:
             transfers.stage_move(block.device, tensor, {})
             return _tolist(known)
-        if block is not None and is_printing():
-            transfers.stage_move(block.device, tensor, {})
-            return _tolist(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
         if self._has_placeholder_integers(tensor, "tolist()"):
             return placeholder_integers(tensor.shape)
         self._refuse(tensor, "tolist()")
