@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType, ModuleType
@@ -190,20 +190,15 @@ Plan = Callable[[Patches, ModuleType], None]
 @contextmanager
 def patched_when_imported(plans: Mapping[str, Plan]) -> Iterator[None]:
     """Apply the plan of each module that is imported before the end; undo them all there."""
-    made: list[Patches] = []
+    with ExitStack() as made:
 
-    def change(plan: Plan, module: ModuleType) -> None:
-        patches = Patches()
-        plan(patches, module)
-        patches.apply()
-        made.append(patches)
+        def change(plan: Plan, module: ModuleType) -> None:
+            patches = Patches()
+            plan(patches, module)
+            made.enter_context(patches.applied())
 
-    with when_imported({name: partial(change, plan) for name, plan in plans.items()}):
-        try:
+        with when_imported({name: partial(change, plan) for name, plan in plans.items()}):
             yield
-        finally:
-            for patches in reversed(made):
-                patches.undo()
 
 
 def add_functions(functions: Mapping[str, Any], patches: Patches) -> None:
