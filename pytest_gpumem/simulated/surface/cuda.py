@@ -158,12 +158,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
     }
 
 
-_CONTEXTS = {
-    None: Contexts.NEVER,
-    "state": Contexts.STATE,
-    "alloc": Contexts.ALLOC,
-    "all": Contexts.ALL,
-}
+_CONTEXTS = dict(zip((None, "state", "alloc", "all"), Contexts, strict=True))
 _KEPT_WITHOUT_TRACE = 1
 """Events kept with ``enabled="state"``."""
 
