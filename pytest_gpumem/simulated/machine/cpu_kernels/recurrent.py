@@ -15,12 +15,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.signatures import UNREAD
 
 _aten = torch.ops.aten
-_LAYERS: dict[int, Any] = {
-    0: torch._VF.rnn_relu,
-    1: torch._VF.rnn_tanh,
-    2: torch._VF.lstm,
-    3: torch._VF.gru,
-}
+_LAYERS: tuple[Any, ...] = (torch._VF.rnn_relu, torch._VF.rnn_tanh, torch._VF.lstm, torch._VF.gru)
 """By cuDNN's mode."""
 _LSTM = 2
 _GATES = (1, 1, 4, 3)

@@ -208,10 +208,7 @@ _COPYING = frozenset(
 )
 """Operators whose results hold only elements of their first argument."""
 _ORDER: dict[str, Callable[[int, Any], bool]] = {
-    "aten::lt": comparing.lt,
-    "aten::le": comparing.le,
-    "aten::gt": comparing.gt,
-    "aten::ge": comparing.ge,
+    f"aten::{name}": getattr(comparing, name) for name in ("lt", "le", "gt", "ge")
 }
 
 
