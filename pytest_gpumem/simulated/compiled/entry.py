@@ -179,7 +179,7 @@ class Compilation:
 
         patches = Patches()
         patches.add(eval_frame, "_callback_from_stance", callback_from_stance)
-        patches.add(convert_frame, "_compile", self._compiling(convert_frame._compile))
+        patches.wrap(convert_frame, "_compile", self._compile)
         patches.add(torch._dynamo, "reset", forget)
         counting = "set_fullgraph_compiled_frame_count"
         if (count := getattr(eval_frame, counting, None)) is not None:
@@ -271,33 +271,32 @@ class Compilation:
             self._inside.enter_context(self._tracing.keeping())
         return self._tracing
 
-    def _compiling(self, compile: Callable[..., Any]) -> Callable[..., Any]:
-        def _compile(code: CodeType, *args: Any, **kwargs: Any) -> Any:
-            _compiled[code] = weakref.ref(self)
-            from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
-            from torch._dynamo.types import ConvertFrameReturn
+    def _compile(
+        self, compile: Callable[..., Any], code: CodeType, *args: Any, **kwargs: Any
+    ) -> Any:
+        _compiled[code] = weakref.ref(self)
+        from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
+        from torch._dynamo.types import ConvertFrameReturn
 
-            with (
-                self._exclusively(),
-                FramesCleared(),
-                self._tracer().entered(),
-                streams_refused() as refusals,
-            ):
-                try:
-                    return compile(code, *args, **kwargs)
-                except (InternalTorchDynamoError, TorchRuntimeError) as error:
-                    if not refusals and isinstance(error, TorchRuntimeError):
-                        raise  # it is the user's
-                    self._ran_eagerly = True
-                    # Neither gets a name: it would keep the contents of the frames.
-                    not_followed(
-                        self._machine,
-                        CompiledCodeError(refusals[0]) if refusals else error,
-                        refuses=self._how == ALWAYS,
-                    )
-            return ConvertFrameReturn()
-
-        return _compile
+        with (
+            self._exclusively(),
+            FramesCleared(),
+            self._tracer().entered(),
+            streams_refused() as refusals,
+        ):
+            try:
+                return compile(code, *args, **kwargs)
+            except (InternalTorchDynamoError, TorchRuntimeError) as error:
+                if not refusals and isinstance(error, TorchRuntimeError):
+                    raise  # it is the user's
+                self._ran_eagerly = True
+                # Neither gets a name: it would keep the contents of the frames.
+                not_followed(
+                    self._machine,
+                    CompiledCodeError(refusals[0]) if refusals else error,
+                    refuses=self._how == ALWAYS,
+                )
+        return ConvertFrameReturn()
 
     def forget(self, *, own: bool = True) -> None:
         """Reset the code that was compiled for machines, with ``own`` for this one, too.

@@ -193,10 +193,9 @@ class Collectives:
         Collectives between the beginning and the end of coalescing are one work to wait for, like
         NCCL's; fake groups support neither.
         """
-        reduce = ProcessGroup.allreduce
         earlier: set[_Work] = set()
 
-        def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def allreduce(reduce: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
             with mock.patch.object(self, "_operation", _operation((*args, *kwargs.values()))):
                 return reduce(group, *args, **kwargs)
 
@@ -213,7 +212,7 @@ class Collectives:
 
             return _Work((), waited, self._machine)
 
-        patches.add(ProcessGroup, "allreduce", allreduce)
+        patches.wrap(ProcessGroup, "allreduce", allreduce)
         patches.add(ProcessGroup, "_start_coalescing", start_coalescing)
         patches.add(ProcessGroup, "_end_coalescing", end_coalescing)
 
