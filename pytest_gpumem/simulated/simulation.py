@@ -201,8 +201,7 @@ class Simulation(SimulatedMachine):
         references_of_sole_owner()
         with ExitStack() as resources:
             for patches in (self._patches, self.threads.exclusive.patches):
-                patches.apply()
-                resources.callback(patches.undo)
+                resources.enter_context(patches.applied())
             resources.callback(self._of_triton.undo)
             resources.enter_context(self._single_rank.restored())
             self._follow_imports()

@@ -127,7 +127,7 @@ static size_t bytes_of(size_t count, int type)
     return size <= 64 * KIB ? size : 0;
 }
 
-/* Where operators are followed, Python says what a collective has written: pytest_gpumem/dry/values/collectives.py. */
+/* Where operators are followed, Python says what a collective has written: pytest_gpumem/dry/values/libraries.py. */
 static int receive(const void *received, size_t count, int type, void *stream)
 {
     stream_add_node(stream);

@@ -60,7 +60,13 @@ def follow_operators(follow: Follow, *, of_torch: bool = False) -> Iterator[None
     patches = Patches()
     patches.add(threading.Thread, "start", _start_followed)
     patches.add(_Followed, "by", staticmethod(follow))
-    patches.add(torch._ops, "_compute_keyset", _keys_of_higher_order)
+    # A higher-order operator (``cond``) has no kernel at ours.
+    compute: Any = torch._ops._compute_keyset
+    patches.add(
+        torch._ops,
+        "_compute_keyset",
+        lambda args, kwargs, keys: compute(args, kwargs, keys.remove(KEY)),
+    )
     with patches.applied(), torch._C._IncludeDispatchKeyGuard(KEY):
         yield
 
@@ -78,14 +84,6 @@ def _start_followed(thread: threading.Thread) -> None:
 
     thread.run = run_with_key  # type: ignore[method-assign]  # of this thread only
     _start(thread)
-
-
-_compute_keyset: Any = torch._ops._compute_keyset
-
-
-def _keys_of_higher_order(args: Any, kwargs: Any, keys: Any) -> Any:
-    """Return the keys that a higher-order operator (``cond``) passes: it has no kernel at ours."""
-    return _compute_keyset(args, kwargs, keys.remove(KEY))
 
 
 def unseen() -> AbstractContextManager[None]:

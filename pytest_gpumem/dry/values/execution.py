@@ -18,15 +18,13 @@ from pytest_gpumem.dry.values import sizes
 from pytest_gpumem.dry.values.dispatch import seen, unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
-from pytest_gpumem.dry.values.libraries import Libraries
+from pytest_gpumem.dry.values.libraries import Libraries, Parts, is_composite
 from pytest_gpumem.dry.values.memory import Memory, seen_by_cpu
-from pytest_gpumem.dry.values.parts import Parts, is_composite
 from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
-from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_view, named
-from pytest_gpumem.simulated.machine.storages import Storages
+from pytest_gpumem.simulated.machine.storages import parts_of_sparse
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
@@ -74,12 +72,10 @@ _DISABLED = torch._C._disabled_torch_dispatch_impl
 class Execution:
     """The execution of operators on a dry device, with their values."""
 
-    def __init__(
-        self, memory: Memory, storages: Storages, values: DryValues, reads: Reads, graphs: Graphs
-    ) -> None:
+    def __init__(self, memory: Memory, values: DryValues, reads: Reads, graphs: Graphs) -> None:
         self._memory = memory
         self._graphs = graphs
-        self._storages = storages
+        self._storages = values.storages
         self._values = values
         self._reads = reads
         self._libraries = Libraries(values, graphs, memory)
@@ -97,7 +93,7 @@ class Execution:
             # A compiler traces it: there is no tensor, and shapes are all it has.
             with unseen():
                 return func(*args, **kwargs)
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = list(raw.tensors_in((args, kwargs)))
         kinds = {tensor.__class__ for tensor in tensors} - raw.PLAIN
         if kinds and any(kind.__torch_dispatch__ is not _DISABLED for kind in kinds):
             return self._with_subclasses(func, kinds, args, kwargs)
@@ -135,19 +131,15 @@ class Execution:
         name = func._schema.name
         if name in _WRITES_NOTHING:
             return lambda args, kwargs: func(*args, **kwargs)
-        run = self._compute
-        if name in _READS:
-            run = self._read
-        elif name in _COPIES:
-            run = self._copy
-        elif name in _GROUPED:
-            run = self._multiply_groups
-        elif name in sizes.SPARSE:
-            run = self._make_sparse
-        elif name in sizes.NAMES:
-            run = self._count
-        handler = partial(run, Operator.of(func))
-        return self._values.work.counting(func, handler) if run == self._compute else handler
+        own = {
+            **dict.fromkeys(_READS, self._read),
+            **dict.fromkeys(_COPIES, self._copy),
+            **dict.fromkeys(_GROUPED, self._multiply_groups),
+            **dict.fromkeys(sizes.SPARSE, self._make_sparse),
+            **dict.fromkeys(sizes.NAMES, self._count),
+        }
+        handler = partial(own.get(name, self._compute), Operator.of(func))
+        return handler if name in own else self._values.work.counting(func, handler)
 
     def _compute(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator, and then its CPU kernel."""
@@ -162,7 +154,7 @@ class Execution:
             values.random.begin(values.generator_of(kwargs.get("generator")))
         result = _run(operator, args, kwargs)
         # Where tensors of a GPU, and of no other kind, are made or written to.
-        first = next((one for one in tensors_in((result, args)) if one.is_cuda), None)
+        first = next((one for one in raw.tensors_in((result, args)) if one.is_cuda), None)
         if first is not None and first.__class__ in raw.PLAIN:
             values.forget_dead()
             if torch.cuda.is_current_stream_capturing():
@@ -183,7 +175,7 @@ class Execution:
 
     def _count(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator whose kernel counts elements and returns the number to the host."""
-        if not any(tensor.is_cuda for tensor in tensors_in(args)):
+        if not any(tensor.is_cuda for tensor in raw.tensors_in(args)):
             return self._compute(operator, args, kwargs)
         numbers = sizes.answers(self._values, operator, args, kwargs)
         if numbers is None:
@@ -228,7 +220,7 @@ class Execution:
         numbers = sizes.read_by_sparse(self._values, operator.name, args, parts)
         with self._memory.answering(numbers):
             result = operator.func(*args, **kwargs)
-        for tensor, part in zip(sizes.parts_of(result), parts, strict=True):
+        for tensor, part in zip(parts_of_sparse(result), parts, strict=True):
             if part is not None:
                 self._values.keep(tensor, part)
         return result
@@ -240,11 +232,11 @@ class Execution:
         made = None if captured else sizes.from_parts(values, operator, args, kwargs)
         result = _run(operator, args, kwargs)
         known: list[torch.Tensor | None] = [
-            part for one in tensors_in(made) for part in sizes.strided_of(one)
+            part for one in raw.tensors_in(made) for part in sizes.strided_of(one)
         ]
         if made is None and operator.name == "aten::clone":  # the indices may be known alone
             known = [values.known(part) for part in sizes.strided_of(args[0])]
-        parts = [part for one in tensors_in(result) for part in sizes.strided_of(one)]
+        parts = [part for one in raw.tensors_in(result) for part in sizes.strided_of(one)]
         for at, part in enumerate(parts):
             if not part.is_cuda:  # the sizes of nested tensors
                 continue
@@ -261,8 +253,8 @@ class Execution:
         An unknown one is returned if its caller detects that, else a stand-in.
         """
         reads, thread, compares = self._reads, self._reads.thread, operator.name in _COMPARISONS
-        if any(tensor.is_cuda for tensor in tensors_in(args)):
-            for tensor in tensors_in(args):
+        if any(tensor.is_cuda for tensor in raw.tensors_in(args)):
+            for tensor in raw.tensors_in(args):
                 self._values.write_facts(tensor)
             known = self._values.computed(operator, args, kwargs) if compares else None
             before = thread.unknown
@@ -334,7 +326,7 @@ class Execution:
             follow(operator, args, kwargs, target)
 
     def _is_lost(self, given: Any) -> bool:
-        return any(map(self._storages.is_unknown_on_cpu, tensors_in(given)))
+        return any(map(self._storages.is_unknown_on_cpu, raw.tensors_in(given)))
 
     def _of_lost(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of CPU tensors, some of which hold unknown values."""
@@ -347,7 +339,7 @@ class Execution:
             self._values.notes.note_finite()
             return result.fill_(answer)
         written = [args[at] for at, _ in operator.written if at < len(args)]
-        for tensor in tensors_in((result, written)):
+        for tensor in raw.tensors_in((result, written)):
             if tensor.is_cuda:
                 self._values.mark_unknown(tensor)
             else:
@@ -358,7 +350,7 @@ class Execution:
 def _run(operator: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator; where it decides by what it calls, that is followed, too."""
     func = operator.func
-    given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_cuda]
+    given = [tensor for tensor in raw.tensors_in((args, kwargs)) if tensor.is_cuda]
     is_sparse = any(tensor.layout is not torch.strided for tensor in given)
     decides = operator.name in _DECIDING or operator.name.startswith(sizes.MAKES_PARTS)
     if not given or not (is_sparse or decides):

@@ -136,24 +136,17 @@ class Follower:
     def __init__(self, *, follows: bool, everything: bool, makes_up_integers: bool = True) -> None:
         self.notes = Notes()
         """Notes for readers of the numbers of the present test."""
-        self._storages = Storages()
         self._follows = follows
+        self._memory = Memory(lambda size: self.reads.unknown_read(size))
+        self.values = DryValues(self._memory, Storages(), self.notes, everything=everything)
         self.reads = Reads(
-            self._storages,
-            self.notes,
-            lambda read: self.values.refusal(read),
-            lambda tensor: self.values.holds(tensor),
+            self.values,
             lambda: self.following(of_torch=True),
             followed=follows,
-            everything=everything,
             makes_up_integers=makes_up_integers,
         )
-        self._memory = Memory(self.reads.unknown_read)
-        self.values = DryValues(self._memory, self._storages, self.notes, everything=everything)
         self._graphs = Graphs(self._memory, self.values)
-        self._execution = Execution(
-            self._memory, self._storages, self.values, self.reads, self._graphs
-        )
+        self._execution = Execution(self._memory, self.values, self.reads, self._graphs)
         self._depth = 0
 
     @contextmanager

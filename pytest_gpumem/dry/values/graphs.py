@@ -32,18 +32,15 @@ class _Recording(Recorder[MemoryRange]):
         self._values = values
         self._memory = memory
 
-    def place_of(self, tensor: torch.Tensor) -> MemoryRange:
-        """Return the block that ``tensor`` lies in."""
+    def _place_of(self, tensor: torch.Tensor) -> MemoryRange:
         return self._memory.range_of(tensor)
 
-    def generator_of(self, kwargs: Kwargs) -> torch.Generator:
-        """Return a generator with the state that a random operator draws from now."""
+    def _generator_of(self, kwargs: Kwargs) -> torch.Generator:
         generator = self._values.generator_of(kwargs.get("generator"))
         shared: torch.Generator = generator.graphsafe_get_state()
         return shared
 
-    def memory(self, view: View[MemoryRange], *, is_read: bool) -> torch.Tensor | None:
-        """Return the memory of ``view``; ``None`` if it is not there, or unknown and read."""
+    def _seen(self, view: View[MemoryRange], *, is_read: bool) -> torch.Tensor | None:
         place = _place_of(view)
         if not self._memory.holds(place):
             return None
@@ -52,22 +49,19 @@ class _Recording(Recorder[MemoryRange]):
             return None
         return view_of(seen_by_cpu(view.place, view.layout.dtype), view.layout)
 
-    def run(
+    def _run(
         self, operator: Operator, args: Args, kwargs: Kwargs, generator: torch.Generator | None
     ) -> Any:
-        """Return the result of a call, which draws from ``generator``."""
         self._values.random.replayed = generator
         return self._values.run(operator, args, kwargs)
 
-    def mark_known(self, view: View[MemoryRange]) -> None:
-        """Mark the present content as the values of ``view``."""
+    def _mark_known(self, view: View[MemoryRange]) -> None:
         self._values.replayed(view.place[0], known=True)
         self._memory.mark_known(_place_of(view))
 
-    mark_uninitialized = mark_known
+    _mark_uninitialized = _mark_known
 
-    def forget(self, view: View[MemoryRange]) -> None:
-        """Mark the values of ``view`` as unknown."""
+    def _forget(self, view: View[MemoryRange]) -> None:
         self._values.replayed(view.place[0], known=False)
         self._memory.forget(_place_of(view))
 

@@ -1,4 +1,4 @@
-"""Operators of other libraries.
+"""Operators that are taken apart, what they call being followed, and those of other libraries.
 
 What a library's kernel in C++ calls of torch is followed, but not its own kernels. They write to
 tensors that it has made before, as torchvision's ``nms`` to the mask of the boxes that it keeps
@@ -9,21 +9,20 @@ for CPUs, where it has one, says what the operator returns.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from pytest_gpumem.dry.values.collectives import Collective
 from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory
-from pytest_gpumem.dry.values.parts import Parts, is_composite
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.distributed.alike import COLLECTIVES, Collective, Transfer
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, named
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.values.errors import SimulationError
 
@@ -31,6 +30,50 @@ _OF_C10D = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 """Namespaces of operators that are composed of those of c10d."""
 _COLLECTIVE = frozenset({"c10d", "symm_mem"})
 """Namespaces of operators that other ranks take part in."""
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+class Parts:
+    """An operator composed of others that are followed; a library's results are unknown."""
+
+    def __init__(self, func: Any, graphs: Graphs | None) -> None:
+        self._func = func
+        self._graphs = graphs
+        self._operator = Operator.of(func)
+
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run the kernel at the key below, not this one again."""
+        func = self._func
+        if is_composite(func):
+            result = func._op_dk(_COMPOSITE, *args, **kwargs)
+        else:  # a kernel in Python, which torch calls by a set of keys only
+            keys = torch._C.DispatchKeySet(_key_of(args, kwargs))
+            result = func.redispatch(keys, *args, **kwargs)
+        self._write(result, args, kwargs)
+        return result
+
+    def _write(self, result: Any, args: Args, kwargs: Kwargs) -> None:
+        """Note what it has written."""
+        if self._graphs is not None:
+            for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
+                if tensor.is_cuda:
+                    self._graphs.mark_unknown(tensor)
+
+
+def is_composite(func: Any) -> bool:
+    """Return whether torch composes ``func`` of others on a GPU, unlike ``silu_backward``."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CUDA")
+
+
+def _key_of(args: Args, kwargs: Kwargs) -> Any:
+    """Return the backend that runs an operator of other libraries."""
+    on_gpu = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
+    device = kwargs.get("device")
+    on_gpu = on_gpu or (isinstance(device, torch.device) and device.type == "cuda")
+    return torch._C.DispatchKey.CUDA if on_gpu else torch._C.DispatchKey.CPU
 
 
 class _Call(threading.local):
@@ -86,6 +129,48 @@ class _Kernels(Parts):
             return self._values.computed(self._operator, args, kwargs)
 
 
+class _Collective(Parts):
+    """A collective of c10d: the other ranks are taken to send what this one does."""
+
+    def __init__(self, func: Any, graphs: Graphs, memory: Memory) -> None:
+        super().__init__(func, graphs)
+        self._memory = memory
+
+    def _write(self, result: Any, args: Args, kwargs: Kwargs) -> None:
+        given = named(self._func, args, kwargs)
+        group: Any = torch._C._distributed_c10d.ProcessGroup.unbox(given["process_group"])
+        on_gpu = any(tensor.is_cuda for tensor in tensors_in(args))
+        # Gloo's own threads copy its results, later than this, and as any copy is made:
+        # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, torch 2.6 to 2.15.
+        if not on_gpu or str(group._get_backend(torch.device("cuda")).name()) == "gloo":
+            return
+        collective = COLLECTIVES.get(self._func._opname, Collective())
+        operation = _operation(given, self._memory.reduction())
+        sent = Transfer.of(collective, group, given, operation)
+        write = collective.results(sent)
+        if write is None:
+            super()._write(result, args, kwargs)
+            return
+        # Autograd does not check the version of ``data``.
+        data = [tensor.data for tensor in sent.written]
+        with torch.no_grad():
+            write(sent._replace(written=data))
+
+
+_OPERATIONS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
+"""By ``ncclRedOp_t`` of nccl.h; what follows is made for a number to multiply by."""
+
+
+def _operation(given: Mapping[str, Any], number: int) -> str:
+    """Return the reduction of a call, by the ``number`` that it has for NCCL."""
+    kind: Any = torch._C._distributed_c10d.ReduceOp
+    reduction = given.get("reduce_op")
+    if reduction is None:
+        return ""
+    is_scaled = number >= len(_OPERATIONS) or kind.unbox(reduction).op == kind.PREMUL_SUM
+    return "PREMUL_SUM" if is_scaled else _OPERATIONS[number]
+
+
 class Libraries:
     """The operators of other libraries on one device."""
 
@@ -102,7 +187,7 @@ class Libraries:
         if func.namespace in _COLLECTIVE:
             has_group = any(each.name == "process_group" for each in func._schema.arguments)
             if has_group and func.namespace == "c10d":
-                return Collective(func, self._graphs, self._memory)
+                return _Collective(func, self._graphs, self._memory)
             return Parts(func, self._graphs)
         in_python = f"{func.namespace}/{func._schema.name.partition('::')[2]}"
         if is_composite(func) or f"{in_python}/CUDA" in torch.library._impls:

@@ -29,24 +29,23 @@ class Memory:
         reference to it.
         """
         library = ctypes.CDLL(None)
-        self._knows = library.pytest_gpumem_dry_knows
-        self._know = library.pytest_gpumem_dry_know
-        self._forget = library.pytest_gpumem_dry_forget
-        self._holds = library.pytest_gpumem_dry_holds
-        for function in (self._knows, self._know, self._forget, self._holds):
-            function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self._block = library.pytest_gpumem_dry_block
-        self._block.argtypes, self._block.restype = [ctypes.c_void_p], ctypes.c_size_t
-        self._watch = library.pytest_gpumem_dry_watch
-        self._watch.argtypes, self._watch.restype = [ctypes.c_void_p], ctypes.c_uint64
-        self._reduction = library.pytest_gpumem_dry_reduction
-        self._dead = library.pytest_gpumem_dry_dead
-        self._dead.restype = ctypes.c_void_p
-        self._answer = library.pytest_gpumem_dry_answer
-        self._answer.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self._tell = library.pytest_gpumem_dry_tell
-        self._copy_all = library.pytest_gpumem_dry_copy_all
-        self._follow = library.pytest_gpumem_dry_follow
+
+        def function(name: str, *arguments: Any, gives: Any = ctypes.c_int) -> Any:
+            found = getattr(library, f"pytest_gpumem_dry_{name}")
+            found.argtypes, found.restype = arguments or None, gives
+            return found
+
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._knows = function("knows", pointer, size)
+        self._know = function("know", pointer, size)
+        self._forget = function("forget", pointer, size)
+        self._holds = function("holds", pointer, size)
+        self._answer = function("answer", pointer, size)
+        self._block = function("block", pointer, gives=size)
+        self._watch = function("watch", pointer, gives=ctypes.c_uint64)
+        self._dead = function("dead", gives=pointer)
+        self._reduction, self._tell = function("reduction"), function("tell")
+        self._copy_all, self._follow = function("copy_all"), function("follow")
 
         def told_in_c(size: int) -> int | None:
             kind = on_unknown_read(size)

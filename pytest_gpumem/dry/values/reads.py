@@ -15,13 +15,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.methods import Method
-from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.common.raw import base
-from pytest_gpumem.simulated.machine.notes import Notes
-from pytest_gpumem.simulated.machine.storages import Storages
+from pytest_gpumem.simulated.common.patching import Method, Patches
 from pytest_gpumem.simulated.machine.values.assumptions import (
     FINITE,
     assumption_of,
@@ -41,7 +38,7 @@ from pytest_gpumem.values.errors import UnknownValueError
 MOST_DECIDED_BY = 1 << 20
 """Bytes of a copy to the host up to which it may be a decision; longer ones are mere data."""
 
-_item, _bool, _tolist, _numpy = (base(n) for n in ("item", "__bool__", "tolist", "numpy"))
+_item, _bool, _tolist, _numpy = (raw.base(n) for n in ("item", "__bool__", "tolist", "numpy"))
 _array: Any = torch.Tensor.__array__
 _repr: Any = torch.Tensor.__repr__
 _NUMBERS = ("__float__", "__int__", "__index__", "__complex__")
@@ -95,33 +92,27 @@ class Reads:
 
     def __init__(
         self,
-        storages: Storages,
-        notes: Notes,
-        refusal: Callable[[str], str],
-        holds: Callable[[torch.Tensor], bool],
+        values: DryValues,
         following: Callable[[], AbstractContextManager[None]],
         *,
         followed: bool,
-        everything: bool,
         makes_up_integers: bool,
     ) -> None:
-        """Keep ``refusal``, which returns the error for a read: :meth:`DryValues.refusal`.
+        """Read ``values``; operators are followed in the context that ``following`` returns.
 
-        ``holds`` returns whether the values of a tensor are known, and ``following`` a context in
-        which operators are followed. An unknown integer of ``item()`` is an error, or made up.
+        An unknown integer of ``item()`` is an error, or made up.
         """
         self.thread = ThreadReads()
         self.decided_by: str | None = None
         """The reason why the present run is invalid: it decides by an unknown value."""
         self.used_placeholder = False
         """Whether an unknown number has been read."""
-        self._storages = storages
-        self._notes = notes
-        self._refusal = refusal
-        self._holds = holds
+        self._values = values
+        self._storages = values.storages
+        self._notes = values.notes
         self._following = following
         self._followed = followed
-        self._everything = everything
+        self._everything = values.everything
         self._makes_up_integers = makes_up_integers
         self._interrupted: dict[int, type[BaseException]] = {}
         self._patches = Patches()
@@ -134,7 +125,7 @@ class Reads:
             "__array__": self._unless_lost(_array),
             "__repr__": lambda tensor, **kwargs: self._printed(tensor, **kwargs),
             **{name: self._number(name) for name in _NUMBERS},
-            **{name: self._to_host(base(name), f"{name}()") for name in ("cpu", "to")},
+            **{name: self._to_host(raw.base(name), f"{name}()") for name in ("cpu", "to")},
         }
         for name, function in replaced.items():
             self._patches.add(torch.Tensor, name, Method(function, getattr(torch.Tensor, name)))
@@ -178,7 +169,7 @@ class Reads:
                 "torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host"
             )
             return None
-        sentence = self._refusal(f"a read in torch's own code at {user_line()} depends on")
+        sentence = self._values.refusal(f"a read in torch's own code at {user_line()} depends on")
         self.decided_by = self.decided_by or sentence
         # Raised as soon as the thread is back in Python.
         kind = type("UnknownValueError", (_UnknownError,), {"sentence": sentence})
@@ -187,7 +178,7 @@ class Reads:
 
     def refuse(self, read: str) -> NoReturn:
         """Raise :class:`UnknownValueError` for ``read``, and record it."""
-        sentence = self._refusal(f"{read} at {user_line()} depends on")
+        sentence = self._values.refusal(f"{read} at {user_line()} depends on")
         self.decided_by = self.decided_by or sentence
         raise UnknownValueError(sentence)
 
@@ -243,7 +234,7 @@ class Reads:
         return value
 
     def _number(self, name: str) -> Callable[[torch.Tensor], Any]:
-        read = base(name)
+        read = raw.base(name)
         shown = f"{name.strip('_')}()"
         return lambda tensor: self._read(read, tensor, shown)
 
@@ -279,7 +270,9 @@ class Reads:
             return str(_repr(tensor, **kwargs))
         with self._following(), printing():
             text = str(_repr(tensor, **kwargs))
-        is_known = self._everything or (self._holds(tensor) and not self._is_outdated(tensor))
+        is_known = self._everything or (
+            self._values.holds(tensor) and not self._is_outdated(tensor)
+        )
         return text if is_known else dots(tensor, tensor.device)
 
     def _unless_lost(self, read: Callable[..., Any]) -> Callable[..., Any]:

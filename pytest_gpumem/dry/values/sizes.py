@@ -132,11 +132,6 @@ Parts = tuple[torch.Tensor, "torch.Tensor | None"]
 SPARSE = frozenset({"aten::_coalesce", "aten::_to_sparse"})
 
 
-def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and values of a sparse tensor."""
-    return torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor)
-
-
 MAKES_PARTS = ("aten::_nested_", "aten::_to_sparse_")
 """Beginnings of the names of operators whose result has parts, whatever their arguments are."""
 
@@ -158,8 +153,10 @@ def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
     if name == "aten::_to_sparse":
         known = values.known(args[0])
         made = None if known is None else torch.ops.aten._to_sparse(known, *args[1:])
-        return None if made is None or made.layout is not torch.sparse_coo else parts_of(made)
-    indices, elements = map(values.known, parts_of(args[0]))
+        if made is None or made.layout is not torch.sparse_coo:
+            return None
+        return made._indices(), made._values()
+    indices, elements = map(values.known, parts_of_sparse(args[0]))
     if indices is None:
         return None
     shape = args[0].shape

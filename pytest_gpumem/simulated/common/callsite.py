@@ -7,8 +7,8 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -78,24 +78,6 @@ class Running(threading.local):
     def begin(self) -> None:
         """Begin a test or the set-up of a fixture: nodes that were made before belong to others."""
         self.sequence = _sequence()
-
-    @contextmanager
-    def in_parts(self, operator: Any) -> Iterator[None]:
-        """Run ``operator`` in parts inside."""
-        before, self.composite = self.composite, operator
-        try:
-            yield
-        finally:
-            self.composite = before
-
-    @contextmanager
-    def doing(self, purpose: Purpose) -> Iterator[None]:
-        """Allocate for ``purpose`` inside."""
-        before, self.purpose = self.purpose, purpose
-        try:
-            yield
-        finally:
-            self.purpose = before
 
 
 running = Running()

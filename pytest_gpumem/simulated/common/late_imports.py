@@ -135,7 +135,6 @@ class _UnpatchedLoader(Wrapped):
         return super().create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code, once."""
         if self._own_spec is not None:
             vars(module)["__spec__"] = self._own_spec  # modules of settings take no attributes
             return

@@ -1,17 +1,20 @@
-"""Attributes replaced while a simulation is active, and put back when it ends."""
+"""Attributes replaced while a simulation is active, methods of tensors too, until it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.late_modules import when_imported
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import clear_own_frames
 
 _ABSENT = object()
 
@@ -173,6 +176,17 @@ class Patches:
             self._put_back = resumed
 
 
+@contextmanager
+def having(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set ``owner.name`` to ``value`` inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 Plan = Callable[[Patches, ModuleType], None]
 """A function that adds the replacements in a module."""
 
@@ -180,20 +194,15 @@ Plan = Callable[[Patches, ModuleType], None]
 @contextmanager
 def patched_when_imported(plans: Mapping[str, Plan]) -> Iterator[None]:
     """Apply the plan of each module that is imported before the end; undo them all there."""
-    made: list[Patches] = []
+    with ExitStack() as made:
 
-    def change(plan: Plan, module: ModuleType) -> None:
-        patches = Patches()
-        plan(patches, module)
-        patches.apply()
-        made.append(patches)
+        def change(plan: Plan, module: ModuleType) -> None:
+            patches = Patches()
+            plan(patches, module)
+            made.enter_context(patches.applied())
 
-    with when_imported({name: partial(change, plan) for name, plan in plans.items()}):
-        try:
+        with when_imported({name: partial(change, plan) for name, plan in plans.items()}):
             yield
-        finally:
-            for patches in reversed(made):
-                patches.undo()
 
 
 def add_functions(functions: Mapping[str, Any], patches: Patches) -> None:
@@ -208,3 +217,47 @@ def add_functions(functions: Mapping[str, Any], patches: Patches) -> None:
             for module in (torch.cuda.graphs, torch.cuda.memory):
                 if name in vars(module):
                     patches.add(module, name, function)
+
+
+class Method:
+    """A method of tensors that asks subclasses first, and equals torch's own, which it replaces.
+
+    A subclass looks up in tables what it is asked about, by torch's method or by this one.
+    """
+
+    def __init__(self, function: Callable[..., Any], replaced: Any) -> None:
+        self._function = function
+        self._replaced = replaced
+        # Dynamo traces torch's own method where the name is one (is_bound_tensor_method of
+        # torch/_dynamo/utils.py, 2.6 to 2.15), and else this one.
+        self.__name__ = replaced.__name__
+
+    def __get__(self, tensor: torch.Tensor | None, kind: type) -> Any:
+        return self if tensor is None else MethodType(self, tensor)
+
+    def __call__(self, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, unless the class of ``tensor`` answers for itself.
+
+        Where memory runs out, the error's frames keep no tensor: those of C++ would not.
+        """
+        try:
+            if tensor.__class__ not in raw.PLAIN and has_torch_function_unary(tensor):
+                return handle_torch_function(self, (tensor,), tensor, *args, **kwargs)
+            return self._function(tensor, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            clear_own_frames(error.__traceback__)
+            del tensor, args, kwargs
+            raise
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or bool(self._replaced == other)
+
+    def __repr__(self) -> str:
+        return repr(self._replaced)
+
+    def __hash__(self) -> int:
+        return hash(self._replaced)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle it by its name, as functions are: PyTorch's tests copy tables of them."""
+        return getattr, (torch.Tensor, self.__name__)

@@ -12,7 +12,9 @@ CPU = torch.device("cpu")
 
 empty = torch.empty
 empty_permuted = torch.empty_permuted
-"""Factories as torch has them: while a simulation is active, torch's names watch for tensors that
+empty_strided = torch.empty_strided
+as_strided = torch.as_strided
+"""Functions as torch has them: while a simulation is active, torch's names watch for tensors that
 the user makes on ``meta``."""
 
 _getters: dict[str, Any] = dict(vars(torch._C.TensorBase))

@@ -23,7 +23,6 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.raw import CPU, tensors_in
 from pytest_gpumem.simulated.compiled.fakes import name_gpu
 from pytest_gpumem.simulated.compiled.settings import launched
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -52,7 +51,7 @@ class GraphValues:
         """The first operation that cannot be computed; ``None`` where all can be."""
         self._written = _written(graph)
         self._graph = _copied(graph)  # Inductor rewrites its own
-        name_gpu(self._graph, lambda value: CPU if isinstance(value, torch.device) else value)
+        name_gpu(self._graph, lambda value: raw.CPU if isinstance(value, torch.device) else value)
 
     def beside(self, wrapper: Wrapper) -> Wrapper:
         """Return a function that runs ``wrapper`` for its allocations and computes its results."""
@@ -63,7 +62,7 @@ class GraphValues:
                 if self.lacks is not None:
                     values.uncomputed = values.uncomputed or self.lacks
                     return wrapper(inputs)
-                capture = values.capture()
+                capture = values.recording()
                 if capture is not None:
                     machine.kernel_wrote()  # into the graph, as if from its results
                     described = capture.described(tuple(self._copies_on_host(inputs)))
@@ -164,19 +163,19 @@ def _operator(target: Any) -> Operator:
 def _random(size: Any, seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
     """Draw for ``inductor_random`` by its seed, so that backward draws the same again."""
     draw = getattr(_aten, mode).generator
-    drawn: torch.Tensor = draw(size, generator=_seeded(seed), dtype=torch.float32, device=CPU)
+    drawn: torch.Tensor = draw(size, generator=_seeded(seed), dtype=torch.float32, device=raw.CPU)
     return drawn
 
 
 def _random_integers(low: int, high: int, size: Any, seed: torch.Tensor) -> torch.Tensor:
     drawn: torch.Tensor = _aten.randint.low_generator(
-        low, high, size, generator=_seeded(seed), dtype=torch.int64, device=CPU
+        low, high, size, generator=_seeded(seed), dtype=torch.int64, device=raw.CPU
     )
     return drawn
 
 
 def _seeded(seed: torch.Tensor) -> torch.Generator:
-    return torch.Generator(CPU).manual_seed(int(seed))
+    return torch.Generator(raw.CPU).manual_seed(int(seed))
 
 
 _prims = torch.ops.prims
@@ -235,7 +234,7 @@ def _copied_to_host(graph: GraphModule) -> str | None:
     """Return the first copy from a GPU to the CPU in ``graph``: kernels there need its values."""
     of_gpu: set[Node] = set()
     for node in graph.graph.nodes:
-        found = list(tensors_in(node.meta.get("val")))
+        found = list(raw.tensors_in(node.meta.get("val")))
         if any(each.is_cuda for each in found):
             of_gpu.add(node)
         elif found and not of_gpu.isdisjoint(node.all_input_nodes):
@@ -262,7 +261,7 @@ def _copied(graph: GraphModule) -> GraphModule:
     copied = GraphModule(graph, copy.deepcopy(graph.graph))
     for node in copied.graph.nodes:
         value = node.meta.get("val")
-        sizes = [size for each in tensors_in(value) for size in each.shape]
+        sizes = [size for each in raw.tensors_in(value) for size in each.shape]
         node.meta = {}
         if all(isinstance(size, int) for size in sizes):
             node.meta[_SHAPES] = tree_map_only(torch.Tensor, lambda each: each.shape, value)

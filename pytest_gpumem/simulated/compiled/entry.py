@@ -15,22 +15,19 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from pytest_gpumem.garbage import FramesCleared
 from pytest_gpumem.late_modules import Context
-from pytest_gpumem.simulated.common.callsite import is_own, user_line
-from pytest_gpumem.simulated.common.compiled_notes import (
-    FOLLOWED_SINCE,
-    OF_COMPILED_CODE,
-    RUNS_EAGERLY,
-)
+from pytest_gpumem.simulated.common.callsite import is_own, refuse, refusing, user_line
+from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE, RUNS_EAGERLY
 from pytest_gpumem.simulated.common.late_imports import imported_unpatched
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes
@@ -46,10 +43,9 @@ from pytest_gpumem.simulated.compiled.settings import (
     traced_only_if_asked_for,
 )
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.compiled.tracing import Context, Exclusive, Tracing
+    from pytest_gpumem.simulated.compiled.tracing import Tracing
 
 
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
@@ -101,7 +97,7 @@ class Compilation:
         answering: Context,
         unpatched: Context,
         code: Context,
-        exclusive: Exclusive,
+        exclusive: Callable[[], AbstractContextManager[bool]],
     ) -> None:
         if how not in HOW:
             raise ValueError(f"compile={how!r}: write one of {', '.join(map(repr, HOW))}")
@@ -183,7 +179,7 @@ class Compilation:
 
         patches = Patches()
         patches.add(eval_frame, "_callback_from_stance", callback_from_stance)
-        patches.add(convert_frame, "_compile", self._compiling(convert_frame._compile))
+        patches.wrap(convert_frame, "_compile", self._compile)
         patches.add(torch._dynamo, "reset", forget)
         counting = "set_fullgraph_compiled_frame_count"
         if (count := getattr(eval_frame, counting, None)) is not None:
@@ -197,7 +193,12 @@ class Compilation:
                 lambda backend: self._callback(wrapped(backend)),
             )
             backward = compiled_autograd.AutogradCompilerInstance
-            patches.add(backward, "begin_capture", _refuse_backward)
+            refuse_backward = refusing(
+                "torch.compile",
+                "compiles a backward pass (compiled autograd), which a simulated GPU does not "
+                "follow: run pytest --gpumem-device=dry",
+            )
+            patches.add(backward, "begin_capture", refuse_backward)
             fakes.add_gradients(patches, self._tracer, self._code)
         return patches
 
@@ -217,10 +218,10 @@ class Compilation:
         with self._exclusive() as is_exclusive:
             if not is_exclusive:
                 # Replacements are the process's.
-                raise UnsupportedOperatorError(
-                    f"{OF_COMPILED_CODE} {user_line()} compiles while another thread lives that "
-                    "uses torch, which a simulated GPU cannot follow: run pytest "
-                    "--gpumem-device=dry, or --gpumem-sim-compile=eager"
+                refuse(
+                    "torch.compile",
+                    "compiles while another thread lives that uses torch, which a simulated GPU "
+                    "cannot follow: run pytest --gpumem-device=dry, or --gpumem-sim-compile=eager",
                 )
             yield
 
@@ -270,33 +271,32 @@ class Compilation:
             self._inside.enter_context(self._tracing.keeping())
         return self._tracing
 
-    def _compiling(self, compile: Callable[..., Any]) -> Callable[..., Any]:
-        def _compile(code: CodeType, *args: Any, **kwargs: Any) -> Any:
-            _compiled[code] = weakref.ref(self)
-            from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
-            from torch._dynamo.types import ConvertFrameReturn
+    def _compile(
+        self, compile: Callable[..., Any], code: CodeType, *args: Any, **kwargs: Any
+    ) -> Any:
+        _compiled[code] = weakref.ref(self)
+        from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
+        from torch._dynamo.types import ConvertFrameReturn
 
-            with (
-                self._exclusively(),
-                FramesCleared(),
-                self._tracer().entered(),
-                streams_refused() as refusals,
-            ):
-                try:
-                    return compile(code, *args, **kwargs)
-                except (InternalTorchDynamoError, TorchRuntimeError) as error:
-                    if not refusals and isinstance(error, TorchRuntimeError):
-                        raise  # it is the user's
-                    self._ran_eagerly = True
-                    # Neither gets a name: it would keep the contents of the frames.
-                    not_followed(
-                        self._machine,
-                        CompiledCodeError(refusals[0]) if refusals else error,
-                        refuses=self._how == ALWAYS,
-                    )
-            return ConvertFrameReturn()
-
-        return _compile
+        with (
+            self._exclusively(),
+            FramesCleared(),
+            self._tracer().entered(),
+            streams_refused() as refusals,
+        ):
+            try:
+                return compile(code, *args, **kwargs)
+            except (InternalTorchDynamoError, TorchRuntimeError) as error:
+                if not refusals and isinstance(error, TorchRuntimeError):
+                    raise  # it is the user's
+                self._ran_eagerly = True
+                # Neither gets a name: it would keep the contents of the frames.
+                not_followed(
+                    self._machine,
+                    CompiledCodeError(refusals[0]) if refusals else error,
+                    refuses=self._how == ALWAYS,
+                )
+        return ConvertFrameReturn()
 
     def forget(self, *, own: bool = True) -> None:
         """Reset the code that was compiled for machines, with ``own`` for this one, too.
@@ -318,21 +318,10 @@ class Compilation:
         reset_code_state()
 
 
-def _refuse_backward(*_: Any) -> NoReturn:
-    raise UnsupportedOperatorError(
-        f"{OF_COMPILED_CODE} {user_line()} compiles a backward pass (compiled autograd), which a "
-        "simulated GPU does not follow: run pytest --gpumem-device=dry"
-    )
-
-
 def _is_captured_by_torch() -> bool:
     """Return whether the call of ``torch.compile`` stands in one of torch's own functions."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_CAPTURES):
-            return True
-        frame = frame.f_back
-    return False
+    frames = walk_stack(sys._getframe(1))
+    return any(frame.f_code.co_filename.startswith(_CAPTURES) for frame, _ in frames)
 
 
 _MODULE_CALL = torch.nn.Module._wrapped_call_impl.__code__

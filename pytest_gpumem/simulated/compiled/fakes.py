@@ -47,7 +47,6 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.surface.wrappers import faking, making, place_of
 
-META = torch.device("meta")
 _PLACES = ("device", "fake_device", "_fake_device")
 
 
@@ -97,7 +96,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     ):
         patches.add(FakeTensor, name, value)
     patches.add(FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each))))
-    patches.add(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == META))
+    patches.add(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == raw.META))
     base = torch.Tensor
     patches.add(base, "_make_subclass", faking(base._make_subclass))
     # What holds fake tensors takes their device, and what is compiled may hold others.

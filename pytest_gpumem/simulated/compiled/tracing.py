@@ -10,8 +10,8 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from pytest_gpumem.garbage import FramesCleared, paused
+from pytest_gpumem.late_modules import Context
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import CPU
@@ -55,12 +56,6 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES
 from pytest_gpumem.simulated.operators.rules import on_machine
 from pytest_gpumem.simulated.operators.tables import ABOVE_AUTOGRAD
-
-Context = Callable[[], AbstractContextManager[object]]
-"""A context in which torch is its own, but for the functions that answer for the GPU."""
-
-Exclusive = Callable[[], AbstractContextManager[bool]]
-"""A context that says whether no other thread uses torch inside."""
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -110,14 +105,12 @@ class Tracing:
         self._exclusively = exclusively
         self._patches = Patches()
         fakes.add_patches(machine, self._patches)
-        self._patches.add(OpOverload, "decompose", _as_on_cuda(machine, OpOverload.decompose))
+        self._patches.wrap(OpOverload, "decompose", partial(_as_on_cuda, machine))
         wrapper.add_patches(self._patches)
         self._answer_for_gpu()
         self._lasting = Patches()
         """Replacements for compiling that happens while compiled code runs: a graph's backward."""
-        self._lasting.add(
-            compile_fx, "_compile_fx_inner", self._writing(compile_fx._compile_fx_inner)
-        )
+        self._lasting.wrap(compile_fx, "_compile_fx_inner", self._write)
         self._lasting.add(async_compile, settings.HELPERS, settings.no_helpers)
         # From 2.15 on the compiled frame asks C++, which knows the GPUs of the process alone.
         if hasattr(torch._dynamo.utils, "get_current_stream"):
@@ -132,9 +125,9 @@ class Tracing:
         add(triton, "triton_hash_with_backend", lambda: "simulated")
         add(scheduler, "get_gpu_dram_gbps", _no_clock)
         add(torch._inductor.utils, "get_gpu_dram_gbps", self._bandwidth)
-        run, unset = ConstantFolder.run, vars(proxy_tensor)["unset_fake_temporarily"]
+        unset = vars(proxy_tensor)["unset_fake_temporarily"]
 
-        def fold(*args: Any, **kwargs: Any) -> Any:
+        def fold(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with _OnHost():  # type: ignore[no-untyped-call]  # torch's own
                 return run(*args, **kwargs)
 
@@ -143,10 +136,10 @@ class Tracing:
             with unset(*args, **kwargs), _OnHost():  # type: ignore[no-untyped-call]  # torch's own
                 yield
 
-        add(ConstantFolder, "run", fold)
+        self._patches.wrap(ConstantFolder, "run", fold)
         add(proxy_tensor, "unset_fake_temporarily", unset_fake_temporarily)
-        add(pad_mm, "_should_pad", self._pads(pad_mm._should_pad))
-        add(partitioners, "estimate_runtime", self._estimating(partitioners.estimate_runtime))
+        self._patches.wrap(pad_mm, "_should_pad", self._should_pad)
+        self._patches.wrap(partitioners, "estimate_runtime", self._estimate)
         for guard in (torch.cuda.device, torch.cuda._DeviceGuard):
             add(guard, "__enter__", lambda guard: None)
             add(guard, "__exit__", lambda guard, *_: False)
@@ -160,25 +153,24 @@ class Tracing:
                 if hasattr(owner, name):
                     add(owner, name, staticmethod(_asking(copied)))
 
-    def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
-        def compile_fx_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
-            self.say_tuned({})
-            with FramesCleared(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
-                if not self._machine.values.everything:
-                    return write(graph, *args, **options)
-                computed = GraphValues(self._machine, graph)  # Inductor changes the graph
-                if computed.lacks is not None and not options.get("is_backward"):
-                    raise CompiledCodeError(
-                        f"real values are requested, and those of {computed.lacks} cannot be "
-                        "computed on the CPU"
-                    )
-                written = write(graph, *args, **options)
-                if isinstance(written, CompiledFxGraph):
-                    assert written.current_callable is not None
-                    written.current_callable = computed.beside(written.current_callable)
-                return written
-
-        return compile_fx_inner
+    def _write(
+        self, write: Callable[..., Any], graph: GraphModule, *args: Any, **options: Any
+    ) -> Any:
+        self.say_tuned({})
+        with FramesCleared(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
+            if not self._machine.values.everything:
+                return write(graph, *args, **options)
+            computed = GraphValues(self._machine, graph)  # Inductor changes the graph
+            if computed.lacks is not None and not options.get("is_backward"):
+                raise CompiledCodeError(
+                    f"real values are requested, and those of {computed.lacks} cannot be "
+                    "computed on the CPU"
+                )
+            written = write(graph, *args, **options)
+            if isinstance(written, CompiledFxGraph):
+                assert written.current_callable is not None
+                written.current_callable = computed.beside(written.current_callable)
+            return written
 
     def say_tuned(self, given: Mapping[str, Any]) -> None:
         """Note that Inductor, with these settings of its own, would measure its choices."""
@@ -204,50 +196,43 @@ class Tracing:
             return 300.0
         return _no_clock()
 
-    def _pads(self, decide: Any) -> Callable[..., bool]:
+    def _should_pad(
+        self, decide: Any, match: Any, one: torch.Tensor, other: torch.Tensor, *args: Any,
+        **kwargs: Any,
+    ) -> bool:  # fmt: skip
         """Wrap ``decide``, whether a product is padded: Inductor measures it in unclear cases.
 
         Tensor cores read rows of 16 bytes, so padding pays where they are used, unless the product
         waits for memory anyway: then copying what is padded costs more.
         """
         decide = getattr(decide, "__wrapped__", decide)  # it remembers measurements
+        with mock.patch.object(pad_mm, "get_cached_should_pad", return_value=_MEASURES):
+            decided = decide(match, one, other, *args, **kwargs)
+        if decided is not _MEASURES:
+            return bool(decided)
+        sizes: tuple[Any, ...] = *one.shape[-2:], other.shape[-1]
+        m, k, n = (size if isinstance(size, int) else size.node.hint for size in sizes)
+        # Multiplications per number that is read or written (is_mm_compute_bound).
+        intensity = m * k * n / (m * k + k * n + m * n)
+        pads = one.dtype in HALF_DTYPES or torch.backends.cuda.matmul.allow_tf32
+        pads = pads and intensity > _WAITS_FOR_MEMORY
+        self._machine.note(
+            f"Inductor measures whether a product of {one.dtype} is faster with padded rows; "
+            f"it was taken for {'faster' if pads else 'slower'}"
+        )
+        return pads
 
-        def should_pad(
-            match: Any, one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> bool:
-            with mock.patch.object(pad_mm, "get_cached_should_pad", return_value=_MEASURES):
-                decided = decide(match, one, other, *args, **kwargs)
-            if decided is not _MEASURES:
-                return bool(decided)
-            sizes: tuple[Any, ...] = *one.shape[-2:], other.shape[-1]
-            m, k, n = (size if isinstance(size, int) else size.node.hint for size in sizes)
-            # Multiplications per number that is read or written (is_mm_compute_bound).
-            intensity = m * k * n / (m * k + k * n + m * n)
-            pads = one.dtype in HALF_DTYPES or torch.backends.cuda.matmul.allow_tf32
-            pads = pads and intensity > _WAITS_FOR_MEMORY
-            self._machine.note(
-                f"Inductor measures whether a product of {one.dtype} is faster with padded rows; "
-                f"it was taken for {'faster' if pads else 'slower'}"
-            )
-            return pads
-
-        return should_pad
-
-    def _estimating(self, estimate: Callable[..., float]) -> Callable[..., float]:
+    def _estimate(self, estimate: Callable[..., float], node: torch.fx.Node) -> float:
         """Wrap ``estimate``, the cost of computing a node again: one setting would measure it."""
         of_autograd: Any = torch._functorch.config
-
-        def estimate_runtime(node: torch.fx.Node) -> float:
-            if of_autograd.activation_memory_budget_runtime_estimator != "profile":
-                return estimate(node)
-            self._machine.note(
-                "activation_memory_budget_runtime_estimator='profile' measures what computing "
-                "activations again costs: it was taken for their FLOPs, as by 'flops'"
-            )
-            with of_autograd.patch(activation_memory_budget_runtime_estimator="flops"):
-                return estimate(node)
-
-        return estimate_runtime
+        if of_autograd.activation_memory_budget_runtime_estimator != "profile":
+            return estimate(node)
+        self._machine.note(
+            "activation_memory_budget_runtime_estimator='profile' measures what computing "
+            "activations again costs: it was taken for their FLOPs, as by 'flops'"
+        )
+        with of_autograd.patch(activation_memory_budget_runtime_estimator="flops"):
+            return estimate(node)
 
     def _make_optimizers_state(self) -> None:
         """Make an optimizer's state on the GPU while its step is traced, before torch reads it.
@@ -256,14 +241,13 @@ class Tracing:
         optimizer stays capturable. Source: torch/_dynamo/variables/optimizer.py
         (_set_capturable, _init_group), torch 2.11, 2.13 and 2.15.
         """
-        move, arguments = OptimizerVariable.move_step_if_cpu, OptimizerVariable.get_python_args
         restores = hasattr(OptimizerVariable, "_safe_to_set_capturable")
 
-        def move_steps(variable: Any) -> None:
+        def move_steps(move: Callable[..., None], variable: Any) -> None:
             with self._code():
                 move(variable)
 
-        def arguments_of_init(variable: Any, *args: Any, **options: Any) -> Any:
+        def arguments_of_init(arguments: Any, variable: Any, *args: Any, **options: Any) -> Any:
             values, named = arguments(variable, *args, **options)
             with self._code():
                 optimizer = variable.value
@@ -277,8 +261,8 @@ class Tracing:
                         group["capturable"] = capturable
             return arguments(variable, *args, **options)  # it fills the lists that it is given
 
-        self._patches.add(OptimizerVariable, "move_step_if_cpu", move_steps)
-        self._patches.add(OptimizerVariable, "get_python_args", arguments_of_init)
+        self._patches.wrap(OptimizerVariable, "move_step_if_cpu", move_steps)
+        self._patches.wrap(OptimizerVariable, "get_python_args", arguments_of_init)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -393,7 +377,10 @@ def _clear_caches(*owners: Any) -> None:
                 forget()
 
 
-def _as_on_cuda(machine: SimulatedMachine, decompose: Callable[..., Any]) -> Callable[..., Any]:
+def _as_on_cuda(
+    machine: SimulatedMachine, decompose: Callable[..., Any], operator: OpOverload, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
     """Decompose operators that CUDA takes apart otherwise than the CPU, in inference mode.
 
     They are taken apart above autograd, whose key the tensors of inference mode have not. There
@@ -402,11 +389,7 @@ def _as_on_cuda(machine: SimulatedMachine, decompose: Callable[..., Any]) -> Cal
     Source: torch/_ops.py (``OpOverload.decompose``), torch/_subclasses/fake_tensor.py and
     functional_tensor.py, torch 2.11 to 2.15.
     """
-
-    def call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        implementation = ABOVE_AUTOGRAD.get(str(operator))
-        if implementation is None or not fakes.are_of_gpu((args, kwargs)):
-            return decompose(operator, *args, **kwargs)
-        return on_machine(implementation, operator, machine)(*args, **kwargs)
-
-    return call
+    implementation = ABOVE_AUTOGRAD.get(str(operator))
+    if implementation is None or not fakes.are_of_gpu((args, kwargs)):
+        return decompose(operator, *args, **kwargs)
+    return on_machine(implementation, operator, machine)(*args, **kwargs)

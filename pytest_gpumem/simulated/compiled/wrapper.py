@@ -62,7 +62,7 @@ def add_patches(patches: Patches) -> None:
         ("generate_extern_kernel_alloc", _between_origins),
         ("generate_fallback_kernel", _between_origins),
     ):
-        patches.add(PythonWrapperCodegen, name, write(getattr(PythonWrapperCodegen, name)))
+        patches.wrap(PythonWrapperCodegen, name, write)
 
 
 class WrapperAllocator:
@@ -97,15 +97,12 @@ def _together(operators: tuple[str, ...]) -> str:
 _TAKES = "empty_strided_cuda"
 
 
-def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
-    def make_buffer_allocation(codegen: Any, buffer: Any) -> str:
-        line = write(codegen, buffer)
-        origin = origin_of(_nodes_of(codegen, buffer))
-        # The written line stays as it is: tests of compiled code read it.
-        has_origin = origin is not None and f"{_TAKES}(" in line
-        return f"{_TAKES}.of{origin}; {line}" if has_origin else line
-
-    return make_buffer_allocation
+def _with_origin(write: Callable[..., str], codegen: Any, buffer: Any) -> str:
+    line = write(codegen, buffer)
+    origin = origin_of(_nodes_of(codegen, buffer))
+    # The written line stays as it is: tests of compiled code read it.
+    has_origin = origin is not None and f"{_TAKES}(" in line
+    return f"{_TAKES}.of{origin}; {line}" if has_origin else line
 
 
 def _nodes_of(codegen: Any, buffer: Any) -> Iterable[torch.fx.Node]:
@@ -140,16 +137,13 @@ def _computed_by(operation: Any) -> Collection[torch.fx.Node]:
     return nodes
 
 
-def _between_origins(write: Callable[..., None]) -> Callable[..., None]:
-    def generate(codegen: Any, node: Any, *args: Any) -> None:
-        origin = origin_of(_nodes_of(codegen, node))
-        if origin is not None:
-            codegen.writeline(f"{_TAKES}.of{origin}")
-        write(codegen, node, *args)
-        if origin is not None:
-            codegen.writeline(f"{_TAKES}.done()")
-
-    return generate
+def _between_origins(write: Callable[..., None], codegen: Any, node: Any, *args: Any) -> None:
+    origin = origin_of(_nodes_of(codegen, node))
+    if origin is not None:
+        codegen.writeline(f"{_TAKES}.of{origin}")
+    write(codegen, node, *args)
+    if origin is not None:
+        codegen.writeline(f"{_TAKES}.done()")
 
 
 def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], SourceLine | None] | None:

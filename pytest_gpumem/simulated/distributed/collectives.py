@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
 
@@ -30,58 +30,20 @@ from torch.futures import Future
 
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.distributed.alike import (
+    BARRIER,
+    COLLECTIVES,
+    Collective,
+    Transfer,
+    kept,
+    unchanged,
+)
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.releases import NCCL2
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, named
 from pytest_gpumem.simulated.operators.rules import Scratch
-
-
-class _Transfer(NamedTuple):
-    """The tensors that one rank sends and receives."""
-
-    written: Sequence[torch.Tensor]
-    read: Sequence[torch.Tensor]
-    rank: int
-    size: int
-    operation: str
-    """The reduction: ``SUM``, ``MAX``; empty if unknown."""
-    splits: Sequence[int]
-    """Elements for each rank, where these are not equal parts."""
-
-
-def unchanged(sent: _Transfer) -> None:
-    """Broadcast: the root has the same values."""
-
-
-def reduced(sent: _Transfer) -> None:
-    """Multiply sums by the number of ranks; other reductions leave equal values as they are."""
-    for tensor in sent.written:
-        if sent.operation == "SUM":
-            tensor.mul_(sent.size)
-
-
-def exchanged(sent: _Transfer) -> None:
-    """Write for each rank's part what this rank sends itself."""
-    for source, target in zip(sent.read, sent.written, strict=True):
-        own = (source.split(sent.splits) if sent.splits else source.chunk(sent.size))[sent.rank]
-        target.view(sent.size, *own.shape).copy_(own)
-
-
-def gathered(sent: _Transfer) -> None:
-    """Write to every part what this rank sends."""
-    parts = len(sent.written) // len(sent.read)
-    for position, tensor in enumerate(sent.written):
-        source = sent.read[position // parts]
-        tensor.view(-1, *source.shape).copy_(source)
-
-
-def kept(sent: _Transfer) -> None:
-    """Write what the only rank of a group sends to its own results, for any collective."""
-    for source, target in zip(sent.read, sent.written, strict=False):
-        target.view(source.shape).copy_(source)
 
 
 class _DoneFuture(Future[Any]):
@@ -120,40 +82,6 @@ _BARRIER_BYTES = 4
 _group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
 _create_work: Callable[[_DoneFuture], Work] = vars(c10d)["_create_work_from_future"]
 
-
-class _Collective(NamedTuple):
-    """The arguments that one operator of ``c10d`` writes and reads, by the names in its schema."""
-
-    written: str = ""
-    read: str = ""
-    alike: Callable[[_Transfer], None] | None = None
-    """Function that writes the results if all ranks send the same; ``None`` if they are unknown."""
-    flattened: str = ""
-    """The lists of tensors of one size that it copies from or to a tensor that holds them all."""
-
-
-_BARRIER = "barrier"
-_COLLECTIVES: Mapping[str, _Collective] = {
-    "allreduce_": _Collective("tensors", alike=reduced),
-    "allreduce_coalesced_": _Collective("tensors", alike=reduced),
-    "reduce_": _Collective("tensors", alike=reduced),
-    "broadcast_": _Collective("tensors", alike=unchanged),
-    "allgather_": _Collective("output_tensors", "input_tensors", gathered, "output_tensors"),
-    "_allgather_base_": _Collective("output_tensor", "input_tensor", gathered),
-    "allgather_into_tensor_coalesced_": _Collective("outputs", "inputs", gathered),
-    "allgather_coalesced_": _Collective("output_lists", "input_list"),
-    "reduce_scatter_": _Collective("output_tensors", "input_tensors", flattened="input_tensors"),
-    "_reduce_scatter_base_": _Collective("output_tensor", "input_tensor"),
-    "reduce_scatter_tensor_coalesced_": _Collective("outputs", "inputs"),
-    "gather_": _Collective("output_tensors", "input_tensors"),
-    "scatter_": _Collective("output_tensors", "input_tensors"),
-    "alltoall_": _Collective("output_tensors", "input_tensors"),
-    "alltoall_base_": _Collective("output", "input", exchanged),
-    _BARRIER: _Collective(),
-    "send": _Collective(read="tensors"),
-    "recv_": _Collective("tensors"),
-    "recv_any_source_": _Collective("tensors"),
-}
 
 _FUNCTIONAL = (
     *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
@@ -219,22 +147,18 @@ class _Work(Work):
         return True
 
     def synchronize(self) -> None:
-        """Wait."""
         self.wait()
 
     block_current_stream = synchronize
 
     def get_future(self) -> Any:
-        """Return a future that is already done, with the results."""
         self.wait()
         return _DoneFuture(self._machine, self._result)
 
     def result(self) -> list[torch.Tensor]:
-        """Return the results."""
         return list(self._result)
 
     def is_completed(self) -> bool:
-        """Return whether it is done: always."""
         return True
 
     is_success = is_completed
@@ -269,10 +193,9 @@ class Collectives:
         Collectives between the beginning and the end of coalescing are one work to wait for, like
         NCCL's; fake groups support neither.
         """
-        reduce = ProcessGroup.allreduce
         earlier: set[_Work] = set()
 
-        def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
+        def allreduce(reduce: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
             with mock.patch.object(self, "_operation", _operation((*args, *kwargs.values()))):
                 return reduce(group, *args, **kwargs)
 
@@ -289,13 +212,13 @@ class Collectives:
 
             return _Work((), waited, self._machine)
 
-        patches.add(ProcessGroup, "allreduce", allreduce)
+        patches.wrap(ProcessGroup, "allreduce", allreduce)
         patches.add(ProcessGroup, "_start_coalescing", start_coalescing)
         patches.add(ProcessGroup, "_end_coalescing", end_coalescing)
 
     def bind(self) -> None:
         """Bind the operators to their handlers."""
-        for name in _COLLECTIVES:
+        for name in COLLECTIVES:
             func = getattr(torch.ops.c10d, name).default
             self._execution.bind(func, self._handler(name, func))
         for name in _FUNCTIONAL:
@@ -319,7 +242,7 @@ class Collectives:
         return handle
 
     def _handler(self, name: str, func: Any) -> Handler:
-        collective = _COLLECTIVES[name]
+        collective = COLLECTIVES[name]
         defaults = {
             argument.name: argument.default_value
             for argument in func._schema.arguments
@@ -328,96 +251,74 @@ class Collectives:
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
             given = defaults | named(func, args, kwargs)
-            written = list(tensors_in(given.get(collective.written)))
-            read = list(tensors_in(given.get(collective.read)))
             group = ProcessGroup.unbox(given["process_group"])
-            tensors = written + read  # a barrier has none
+            sent = Transfer.of(collective, group, given, self._operation)
+            tensors = [*sent.written, *sent.read]  # a barrier has none
             if tensors and all(self._of(tensor) is None for tensor in tensors):
                 result = func(*args, **kwargs)
                 # Between CPU tensors: every rank's values are taken to be these.
-                if group.size() == 1:
-                    kept(_Transfer(written, read, 0, 1, "", ()))
-                if any(map(self._machine.storages.is_unknown_on_cpu, read)):
-                    for tensor in written:
+                if sent.size == 1:
+                    kept(sent)
+                if any(map(self._machine.storages.is_unknown_on_cpu, sent.read)):
+                    for tensor in sent.written:
                         self._machine.storages.mark_unknown(tensor)
                 return result
             known = self._communicators.get(group.group_name)
             to_each = name in _TO_EACH or (known is not None and known.to_each)
             self._communicators[group.group_name] = Communicator(group.size(), to_each)
-            work = self._run(name, group, given, written, read)
+            work = self._run(name, group, given, sent)
             has_result = len(func._schema.returns) > 1
             return (given[collective.written], work.boxed()) if has_result else work.boxed()
 
         return handle
 
-    def _run(
-        self,
-        name: str,
-        group: ProcessGroup,
-        given: Mapping[str, Any],
-        written: Sequence[torch.Tensor],
-        read: Sequence[torch.Tensor],
-    ) -> Any:
-        machine, collective = self._machine, _COLLECTIVES[name]
-        device = machine.device_of(written, read)
+    def _run(self, name: str, group: ProcessGroup, given: Mapping[str, Any], sent: Transfer) -> Any:
+        machine, collective = self._machine, COLLECTIVES[name]
+        device = machine.device_of(sent.written, sent.read)
         scratch = Scratch(device)
         if collective.flattened and device.version < NCCL2:
             for tensors in given[collective.flattened]:
                 if len({tensor.shape for tensor in tensors}) == 1:
                     scratch.take(sum(tensor.nbytes for tensor in tensors))
-        if name == _BARRIER and device.version < NCCL2:
+        if name == BARRIER and device.version < NCCL2:
             scratch.take(_BARRIER_BYTES)
-        elif name == _BARRIER and group not in self._barriers:
+        elif name == BARRIER and group not in self._barriers:
             self._barriers[group] = Scratch(device, _BARRIER_BYTES)
-        splits = given.get("input_split_sizes") or ()
-        sent = _Transfer(written, read, group.rank(), group.size(), self._operation, splits)
-        self._write_results(collective, sent, given.get("output_split_sizes") or ())
+        self._write_results(collective, sent)
 
         def end() -> None:
             scratch.free()
-            if name == _BARRIER:
+            if name == BARRIER:
                 machine.streams.host_waits(machine.current_index)
 
         if not given.get("async_op", True):
             end()
-            return _create_work(_DoneFuture(machine, written))
-        kept_tensors = [*read, *written]
+            return _create_work(_DoneFuture(machine, sent.written))
+        kept_tensors = [*sent.read, *sent.written]
 
         def waited(work: _Work) -> None:
             kept_tensors.clear()
             self._pending.discard(work)
             end()
 
-        work = _Work(written if self._has_result else (), waited, machine)
+        work = _Work(sent.written if self._has_result else (), waited, machine)
         self._pending.add(work)
         return work
 
-    def _write_results(
-        self, collective: _Collective, sent: _Transfer, received: Sequence[int]
-    ) -> None:
+    def _write_results(self, collective: Collective, sent: Transfer) -> None:
         """Write the results that follow if every rank sends the same as this one."""
         tensors = sent.read or sent.written
         known = self._machine.values.of
-        alike = collective.alike if sent.size > 1 else kept
-        is_unknown = alike is None or any(known(tensor) is None for tensor in tensors)
-        if received and alike is not kept:
-            # It receives from each rank what it would send to it.
-            is_unknown |= not sent.splits or set(received) != {sent.splits[sent.rank]}
-        is_unknown |= alike is reduced and sent.operation not in _KNOWN_REDUCTIONS
-        is_unknown |= sent.operation == "PREMUL_SUM"  # also of one rank
-        if is_unknown or alike is None or not tensors:
+        write = collective.results(sent)
+        if write is None or not tensors or any(known(tensor) is None for tensor in tensors):
             self._machine.kernel_wrote(*sent.written)
             return
         with self._execution:
-            alike(sent)
-        if alike not in (unchanged, kept) and _is_users_own():
+            write(sent)
+        if write not in (unchanged, kept) and _is_users_own():
             self._machine.note(
                 f"a collective at {user_line()} takes what other ranks send for what this one does"
             )
-
-
-_KNOWN_REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "BAND", "BOR")
-"""Reductions of equal values with a known result: all but the first leave them as they are."""
 
 
 _FUNCTIONS = ("distributed_c10d.py", "c10d_logger.py")

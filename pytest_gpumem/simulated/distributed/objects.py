@@ -14,7 +14,7 @@ torch 2.6 to 2.15.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -235,9 +235,8 @@ def _add_checkpoints(machine: SimulatedMachine, patches: Patches) -> None:
     torch/distributed/checkpoint/utils.py (``_DistWrapper``), default_planner.py
     (``_validate_global_plan``), state_dict_saver.py, torch 2.6 to 2.15.
     """
-    init = _DistWrapper.__init__
 
-    def initialize(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(init: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
         init(wrapper, *args, **kwargs)
         wrapper.is_coordinator = True
 
@@ -249,9 +248,7 @@ def _add_checkpoints(machine: SimulatedMachine, patches: Patches) -> None:
             )
         return [object]
 
-    validate = default_planner._validate_global_plan
-
-    def validate_global_plan(global_plan: Any, metadata: Metadata) -> Any:
+    def validate_global_plan(validate: Any, global_plan: Any, metadata: Metadata) -> Any:
         # Tensors with all parts on this rank: of others missing parts cannot be detected.
         known = {
             name: found
@@ -261,11 +258,11 @@ def _add_checkpoints(machine: SimulatedMachine, patches: Patches) -> None:
         }
         return validate(global_plan, replace(metadata, state_dict_metadata=known))
 
-    patches.add(_DistWrapper, "__init__", initialize)
+    patches.wrap(_DistWrapper, "__init__", initialize)
     patches.add(_DistWrapper, "gather_object", gather_object)
     patches.add(_DistWrapper, "scatter_object", lambda wrapper, object_list: object_list[0])
     patches.add(_DistWrapper, "broadcast_object", lambda wrapper, object: object)
-    patches.add(default_planner, "_validate_global_plan", validate_global_plan)
+    patches.wrap(default_planner, "_validate_global_plan", validate_global_plan)
     pins = getattr(_state_dict_utils, "pin_memory_utils", None)
     if pins is not None:  # came with 2.10
         unpin = pins.unpin_memory

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlparse
 
@@ -91,7 +91,7 @@ def _add_refusals(single_rank: SingleRank, patches: Patches) -> None:
         patches.add(owner, "init_process_group", init_process_group)
     # Builds without NCCL have none, and warn of it before they make the group.
     patches.add(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
-    patches.add(c10d, name, _grouping(single_rank, getattr(c10d, name)))
+    patches.wrap(c10d, name, partial(_group, single_rank))
 
 
 def _by_nccl(
@@ -115,21 +115,17 @@ def _names_any(backend: Any, names: tuple[str, ...]) -> bool:
     return any(name in str(backend).lower() for name in names)
 
 
-def _grouping(single_rank: SingleRank, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function that makes a group from final arguments; NCCL would end the process."""
-
-    @wraps(make)
-    def call(
-        group_size: int, group_rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not single_rank.has_begun:
-            if group_size == 1 and not ranks and _names_any(backend, _FOLLOWED):
-                single_rank.begin()
-            elif _names_any(backend, _OF_GPUS):
-                raise _for_several()
-        return make(group_size, group_rank, ranks, backend, *args, **kwargs)
-
-    return call
+def _group(
+    single_rank: SingleRank, make: Callable[..., Any], group_size: int, group_rank: Any, ranks: Any,
+    backend: Any, *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Make a group from final arguments; NCCL would end the process."""
+    if not single_rank.has_begun:
+        if group_size == 1 and not ranks and _names_any(backend, _FOLLOWED):
+            single_rank.begin()
+        elif _names_any(backend, _OF_GPUS):
+            raise _for_several()
+    return make(group_size, group_rank, ranks, backend, *args, **kwargs)
 
 
 def _for_several() -> UnsupportedOperatorError:

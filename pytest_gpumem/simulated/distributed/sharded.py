@@ -31,7 +31,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gpumem.simulated.common.callsite import Purpose, running, user_line
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, having
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
@@ -86,7 +86,7 @@ def _concatenated(
 def add_patches(patches: Patches) -> None:
     """Give these modules comparable host addresses, where values of the memory are unknown."""
     _add_purposes(patches)
-    patches.add(ShardingPropagator, _NAME, _once_for_equal(vars(ShardingPropagator)[_NAME]))
+    patches.wrap(ShardingPropagator, "propagate_op_sharding_non_cached", _once_for_equal)
     for owner in (torch.UntypedStorage, torch.Tensor):
         planned = [
             value for each, name, value in patches.added if each is owner and name == "data_ptr"
@@ -152,24 +152,21 @@ def _add_purposes(patches: Patches) -> None:
     """
     for owner, function, name, kind in _PURPOSES:
         if hasattr(owner, function):
-            patches.add(owner, function, _doing(getattr(owner, function), name, kind))
+            patches.wrap(owner, function, functools.partial(_doing, name, kind))
 
 
-def _doing(function: Callable[..., Any], name: str, kind: str) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(first: Any, /, *args: Any, **kwargs: Any) -> Any:
-        path = getattr(first, "_module_fqn", None) or "the root"
-        with running.doing(Purpose(name.format(path), kind)):
-            return function(first, *args, **kwargs)
-
-    return call
+def _doing(
+    name: str, kind: str, function: Callable[..., Any], first: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    path = getattr(first, "_module_fqn", None) or "the root"
+    with having(running, "purpose", Purpose(name.format(path), kind)):
+        return function(first, *args, **kwargs)
 
 
-_NAME = "propagate_op_sharding_non_cached"
 _OF_LISTS = "aten::_foreach_"
 
 
-def _once_for_equal(propagate: Callable[..., Any]) -> Callable[..., Any]:
+def _once_for_equal(propagate: Callable[..., Any], propagator: Any, schema: OpSchema) -> Any:
     """Work out the sharding of a list's elements once for equal ones.
 
     An optimizer's ``_foreach_`` operators take lists of all parameters. torch works the sharding
@@ -177,29 +174,24 @@ def _once_for_equal(propagate: Callable[..., Any]) -> Callable[..., Any]:
     Source: torch/distributed/tensor/_sharding_prop.py (``propagate_op_sharding_non_cached``, the
     branch of ``TupleStrategy``), torch 2.13.
     """
-
-    @functools.wraps(propagate)
-    def call(propagator: Any, schema: OpSchema) -> Any:
-        if not schema.op._schema.name.startswith(_OF_LISTS):
-            return propagate(propagator, schema)
-        lists: list[Any] = [arg for arg in schema.args_schema if _is_list(arg)]
-        of_tensors = [arg for arg in lists if arg and isinstance(arg[0], DTensorSpec)]
-        elements = list(zip(*of_tensors, strict=True))
-        kinds = {element: kind for kind, element in enumerate(dict.fromkeys(elements))}
-        if len(kinds) == len(elements):
-            return propagate(propagator, schema)
-        first = [elements.index(element) for element in kinds]
-        found = propagate(propagator, _with(schema, len(elements), first))
-        kind_of = [kinds[element] for element in elements]
-        output, redistributed = found.output_spec, found.redistribute_schema
-        if _is_list(output):
-            found = replace(found, output_spec=_chosen(output, kind_of))
-        if redistributed is not None:
-            again = _with(redistributed, len(kinds), kind_of)
-            found = replace(found, redistribute_schema=again)
-        return found
-
-    return call
+    if not schema.op._schema.name.startswith(_OF_LISTS):
+        return propagate(propagator, schema)
+    lists: list[Any] = [arg for arg in schema.args_schema if _is_list(arg)]
+    of_tensors = [arg for arg in lists if arg and isinstance(arg[0], DTensorSpec)]
+    elements = list(zip(*of_tensors, strict=True))
+    kinds = {element: kind for kind, element in enumerate(dict.fromkeys(elements))}
+    if len(kinds) == len(elements):
+        return propagate(propagator, schema)
+    first = [elements.index(element) for element in kinds]
+    found = propagate(propagator, _with(schema, len(elements), first))
+    kind_of = [kinds[element] for element in elements]
+    output, redistributed = found.output_spec, found.redistribute_schema
+    if _is_list(output):
+        found = replace(found, output_spec=_chosen(output, kind_of))
+    if redistributed is not None:
+        again = _with(redistributed, len(kinds), kind_of)
+        found = replace(found, redistribute_schema=again)
+    return found
 
 
 def _is_list(value: object) -> bool:

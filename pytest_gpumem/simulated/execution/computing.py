@@ -18,7 +18,6 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import FROM_HOST, running, user_line
-from pytest_gpumem.simulated.common.raw import CPU, META, tensors_in
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner
 from pytest_gpumem.simulated.execution.shapes import (
     NEW,
@@ -104,9 +103,9 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
                 adopt(result, device)
             else:
                 adopt(call.outputs(result), device)
-                storages.mark_host_scalars(tensors_in(result))
+                storages.mark_host_scalars(raw.tensors_in(result))
         if resizes:
-            for tensor in tensors_in((args, kwargs)):
+            for tensor in raw.tensors_in((args, kwargs)):
                 storages.resized(tensor)
         if call is not None:
             call.end(result)
@@ -201,11 +200,11 @@ def factory(runner: Runner, func: Any) -> Handler:
         if target is None:
             if owner is None:
                 return runner.run_elsewhere(func, args, kwargs)
-            where = CPU if owner == HOST else None
+            where = raw.CPU if owner == HOST else None
         elif target.type == "meta":
             # None where a CUDA tensor's own options have it.
             here = machine.thread_state
-            where = here.destination or (META if here.on_meta else None)
+            where = here.destination or (raw.META if here.on_meta else None)
         else:
             where = target
         if where is not None and where.type not in ("cpu", "cuda"):
@@ -224,17 +223,18 @@ def factory(runner: Runner, func: Any) -> Handler:
                 return runner.run_elsewhere(func, args, kwargs)
             record = runner.storages.of(args[0]) if copies else None
             if record is not None and record.nbytes:
+                machine.kernel_wrote()  # a node of a capture
                 transfers.stage_move(record.device, args[0], kwargs)
-            moved = runner.values.on_host(operator, args, {**kwargs, "device": CPU})
+            moved = runner.values.on_host(operator, args, {**kwargs, "device": raw.CPU})
             if moved is None:
-                moved = runner.run_on_host(operator, args, {**kwargs, "device": META})
+                moved = runner.run_on_host(operator, args, {**kwargs, "device": raw.META})
             if record is not None and kwargs.get("non_blocking"):
                 # pin_out of _to_copy, aten/src/ATen/native/TensorConversions.cpp
                 machine.pinned.add(moved)
             return moved
         if where is not None:
             device = machine.device(where.index)
-            kwargs = {**kwargs, "device": META}
+            kwargs = {**kwargs, "device": raw.META}
         else:
             device = machine.current if placement is None else place(args, kwargs)
         if copies and runner.is_users_own(args[0]):

@@ -20,8 +20,8 @@ from torch._library.utils import fill_defaults, has_tensor_arg
 from torch._ops import HigherOrderOperator
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import running, user_line
-from pytest_gpumem.simulated.common.raw import META, tensors_in
+from pytest_gpumem.simulated.common.callsite import refusing, running
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.execution import computing
 from pytest_gpumem.simulated.execution.computing import is_factory
 from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
@@ -31,7 +31,7 @@ from pytest_gpumem.simulated.operators import below_autograd, tables
 from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.matrix_functions import DECIDING
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
-from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnknownValueError
 
 _IN_PYTHON = frozenset({"flex_lib", "xformers_flash", "xformers_flash3"})
 """Namespaces of operators whose code is Python around other operators (xformers/ops/fmha/flash.py
@@ -70,7 +70,7 @@ def _on_device(runner: Runner, definition: Any) -> Handler:
     values = runner.values
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if values.everything or not any(map(raw.is_meta, tensors_in((args, kwargs)))):
+        if values.everything or not any(map(raw.is_meta, raw.tensors_in((args, kwargs)))):
             return parts(args, kwargs)
         with values.ignoring():
             return shapes_only(args, kwargs)
@@ -164,9 +164,6 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     return handle
 
 
-_empty_strided = torch.empty_strided
-
-
 def is_sized_by_values(func: Any) -> bool:
     """Return whether values decide how large the results of ``func`` are, which it makes itself.
 
@@ -199,7 +196,7 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
         runner.track(result if call is None else call.outputs(result), device)
         if call is not None:
             call.end(result)
-        for tensor, values in zip(tensors_in(result), tensors_in(computed), strict=True):
+        for tensor, values in zip(raw.tensors_in(result), raw.tensors_in(computed), strict=True):
             runner.values.keep(tensor, values)
         return result
 
@@ -213,7 +210,7 @@ def _shaped_as(func: Any, computed: Any) -> Any:
         if func is torch.ops.aten.nonzero.default:
             # aten/src/ATen/native/cuda/Nonzero.cu writes one row for each dimension.
             strides = (1, max(computed.shape[0], 1))
-        return _empty_strided(computed.shape, strides, dtype=computed.dtype, device=META)
+        return raw.empty_strided(computed.shape, strides, dtype=computed.dtype, device=raw.META)
     return type(computed)(_shaped_as(func, item) for item in computed)
 
 
@@ -277,7 +274,7 @@ def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``implementation`` with what its parts allocate as of ``func``."""
 
     def named(*args: Any, **kwargs: Any) -> Any:
-        with running.in_parts(func):
+        with having(running, "composite", func):
             return implementation(*args, **kwargs)
 
     return named
@@ -308,13 +305,7 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
     if eagerly is not None:
         return of_parts(runner, eagerly)
 
-    def refuse(args: Args, kwargs: Kwargs) -> Any:
-        raise UnsupportedOperatorError(
-            f"{func.name()} at {user_line()} is for compiled code, so it cannot run on a "
-            f"simulated GPU"
-        )
-
-    return refuse
+    return refusing(func.name(), "is for compiled code, so it cannot run on a simulated GPU")
 
 
 def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:

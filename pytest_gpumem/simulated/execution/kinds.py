@@ -20,7 +20,7 @@ from pytest_gpumem.simulated.execution.computing import may_resize
 from pytest_gpumem.simulated.execution.custom import of_parts, placement_noting
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner, no_shapes
 from pytest_gpumem.simulated.execution.shapes import is_of_lists
-from pytest_gpumem.simulated.machine.checks import NO_DATA
+from pytest_gpumem.simulated.machine.checks import INDEXING, NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -128,13 +128,6 @@ def read(runner: Runner, func: Any) -> Handler:
     return handle
 
 
-_MASKED = """
-    aten::index aten::_unsafe_index aten::index_put aten::index_put_ aten::_unsafe_index_put
-    aten::_index_put_impl_
-""".split()
-"""Operators among whose indices masks may be."""
-
-
 def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
     """Return a handler of ``masked_select``, where only the mask is known.
 
@@ -232,7 +225,7 @@ def copy(runner: Runner, func: Any) -> Handler:
             if runner.values.everything and runner.values.records(operator, args, kwargs, None):
                 return target
             if runner.values.computed(operator, args, kwargs) is None:
-                runner.unknown_on_cpu.mark_unknown(func, target)
+                runner.mark_unknown(func, target)
             return target
         if runner.storages.unknown_on_cpu and runner.device_kind_of(args, kwargs) == HOST:
             return runner.run_on_host(operator, args, kwargs)
@@ -250,6 +243,7 @@ def _stage(
 ) -> None:
     """Allocate the memory that ``copy_`` between host and GPU takes for the time of the call."""
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    runner.machine.kernel_wrote()  # a node of a capture
     to, of = runner.storages.of(target), runner.storages.of(source)
     if to is not None and of is None:
         transfers.stage_upload(to.device, target, source, non_blocking)
@@ -303,7 +297,7 @@ An operator for which none holds computes."""
 
 SPECIAL: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any, Handler], Handler]], ...] = (
     (custom.is_sized_by_values, custom.sized),
-    (lambda func: _name(func) in _MASKED, masked),
+    (lambda func: _name(func) in INDEXING, masked),
     (lambda func: _name(func) == "aten::masked_select" and not may_resize(func), selected),
     (is_of_lists, each_device),
 )

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import clear_own_frames, running
-from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.execution import custom
 from pytest_gpumem.simulated.execution.computing import is_factory
 from pytest_gpumem.simulated.execution.kinds import handler_of
@@ -62,8 +61,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
         TorchDispatchMode.__init__(self)
         Dispatch.__init__(self, machine.storages)
         self._machine = machine
-        self._runner = Runner(machine, self, self)
-        self._shapes = self._runner.shapes
+        self._runner = Runner(machine, self)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -229,7 +227,7 @@ _UNFILLED: dict[Any, Callable[[Args, Kwargs], torch.Tensor | None]] = {
 def refuse(storages: Storages, func: Any, args: Args, kwargs: Any) -> None:
     """Raise where ``func`` reads memory that has been taken back."""
     if _reads(func):
-        for tensor in tensors_in((args, kwargs or {})):
+        for tensor in raw.tensors_in((args, kwargs or {})):
             storages.refuse_taken_back(storage_key(tensor))
 
 

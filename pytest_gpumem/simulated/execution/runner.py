@@ -9,7 +9,7 @@ that a model of any size can be moved to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import GeneratorType
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
-from pytest_gpumem.simulated.common.raw import CPU, META, tensors_in
 from pytest_gpumem.simulated.execution.shapes import NEW, TORCHS_OWN, Shapes
 from pytest_gpumem.simulated.machine import checks
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
@@ -49,19 +48,17 @@ _SIGNS_OF_NO_SHAPES = ("no fake impl", "not linked with support for cuda", "INTE
 class Runner:
     """Runs the operators of one machine, for the handlers of every kind.
 
-    In the context ``mode`` the parts of an operator are seen one by one.
+    ``execution`` is the :class:`Dispatch` that has them, and the context in which the parts of an
+    operator are seen one by one.
     """
 
-    def __init__(
-        self, machine: SimulatedMachine, dispatch: Dispatch, mode: AbstractContextManager[object]
-    ) -> None:
+    def __init__(self, machine: SimulatedMachine, execution: Any) -> None:
         self.machine = machine
-        self.mode = mode
+        self.mode: AbstractContextManager[object] = execution
         self.storages = machine.storages
         self.values = machine.values
         self.shapes = Shapes(machine.storages, self.device_name, alike=machine.gpus[0].version)
-        self.unknown_on_cpu = UnknownOnCpu(self.storages, self.run, self.unknown)
-        self._dispatch = dispatch
+        self._dispatch: Dispatch = execution
 
     def run(self, func: Any, args: Args, kwargs: Kwargs, *, unknown: bool = False) -> Any:
         """Run a kernel of torch's; ``unknown``: instead of one on CPU tensors of unknown values."""
@@ -69,12 +66,12 @@ class Runner:
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            is_ours = unknown or kwargs.get("device") == META
+            is_ours = unknown or kwargs.get("device") == raw.META
             if not is_ours and self.machine.has_real_meta:
                 # Other tensors than those that stand for memory of a GPU have errors of their own.
                 is_ours = self.device_kind_of(args, kwargs) is not None
             elif not is_ours:
-                is_ours = any(map(raw.is_meta, tensors_in((args, kwargs))))
+                is_ours = any(map(raw.is_meta, raw.tensors_in((args, kwargs))))
             if is_ours:
                 self._explain(error, func, args, kwargs)
             raise
@@ -93,7 +90,7 @@ class Runner:
 
     def run_seeded(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a kernel of torch's without drawing random numbers."""
-        if kwargs.get("generator") is not None and any(map(raw.is_meta, tensors_in(args))):
+        if kwargs.get("generator") is not None and any(map(raw.is_meta, raw.tensors_in(args))):
             kwargs = {**kwargs, "generator": None}
         return self.run(func, *self.concealed(args, kwargs))
 
@@ -104,25 +101,69 @@ class Runner:
             result = func(*args, **kwargs)
         finally:
             self._dispatch.inside = False
-        self.storages.mark_users_own(tensors_in(result))
+        self.storages.mark_users_own(raw.tensors_in(result))
         return result
 
     def run_on_host(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of CPU tensors whose values are unknown."""
         func = operator.func
-        result = self.unknown_on_cpu.run(operator, args, kwargs)
+        result = self._run_by_shapes(operator, args, kwargs)
         if func in finite.QUESTIONS and self.storages.is_unknown_on_cpu(args[0]):
             answer = self.values.if_finite(func, args)
             if answer is not None:
                 self.machine.note_finite()
-                return torch.full(result.shape, answer, device=CPU)
+                return torch.full(result.shape, answer, device=raw.CPU)
         self.values.follow_on_host(func, args, result)
         return result
 
+    def _run_by_shapes(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator of which some CPU tensors are unknown: so is what it makes or writes."""
+        func = operator.func
+        if any(isinstance(value, torch.UntypedStorage) for value in args):
+            return func(*args, **kwargs)  # set_ to a storage, whatever that holds
+        places = [args[at] if at < len(args) else kwargs.get(name) for at, name in operator.written]
+        targets = [tensor for tensor in raw.tensors_in(places) if not raw.is_meta(tensor)]
+        if targets and self._writes_known_values(operator, args, kwargs, targets):
+            result = self.run(func, args, kwargs)
+            for target in filter(covers, targets):
+                self.storages.mark_known(target)
+            return result
+        pairs = _OnMeta(self.storages, targets)
+        result = self.run(func, pairs.of(args), pairs.of(kwargs), unknown=True)
+        for target in targets:
+            shape = pairs.made[id(target)].shape
+            if target.shape != shape:
+                target.resize_(shape)
+            self.mark_unknown(func, target)
+        return pairs.on_host(result)
+
+    def _writes_known_values(
+        self, operator: Operator, args: Args, kwargs: Kwargs, targets: Sequence[torch.Tensor]
+    ) -> bool:
+        if not operator.overwrites or any(map(self.storages.is_untouched, targets)):
+            return False
+        read = operator.read(args, kwargs)
+        return not any(map(self.storages.is_unknown_on_cpu, raw.tensors_in(read)))
+
+    def mark_unknown(self, func: Any, target: torch.Tensor) -> None:
+        """Mark the values of a CPU tensor as unknown from now on.
+
+        Its memory may be read out of sight, through numpy: it is filled with NaN where possible.
+        """
+        if self.storages.is_unknown_on_cpu(target):
+            return
+        if not (target.dtype.is_floating_point or target.dtype.is_complex):
+            raise UnknownValueError(self.unknown(func))
+        with torch.no_grad():
+            poison(target)
+        self.storages.mark_unknown(target)
+
     def concealed(self, args: Args, kwargs: Kwargs) -> Any:
-        """Return the arguments, with CPU tensors of unknown values on ``meta``."""
+        """Return the arguments, with CPU tensors of unknown values on ``meta``: none is read."""
         given = args, kwargs
-        return self.unknown_on_cpu.concealed(given) if self.storages.unknown_on_cpu else given
+        if not self.storages.unknown_on_cpu:
+            return given
+        return _OnMeta(self.storages, (), unknown_only=True).of(given)
 
     def check_placement(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
         """Check arguments of a new kind: raise the errors of a GPU, which meta kernels do not.
@@ -166,7 +207,7 @@ class Runner:
         first = args[0] if args and not machine.has_real_meta else None
         if isinstance(first, torch.Tensor) and of(first) is not None:  # nearly always
             return CUDA
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in raw.tensors_in((args, kwargs)):
             if of(tensor) is not None:
                 if machine.has_real_meta:
                     machine.thread_state.on_meta = False
@@ -225,81 +266,6 @@ def no_shapes(runner: Runner, func: Any, args: Args, kwargs: Kwargs) -> Unsuppor
     return UndescribedKernelError(f"{sentence}: {how_to_describe(func)}", func._schema.name)
 
 
-RunKernel = Callable[..., Any]
-_empty_strided = torch.empty_strided
-
-
-class UnknownOnCpu:
-    """Runs operators of CPU tensors where the values of some are unknown."""
-
-    def __init__(self, storages: Storages, run: RunKernel, unknown: Callable[[Any], str]) -> None:
-        self._storages = storages
-        self._run = run
-        self._unknown = unknown
-        """Returns a sentence that an operator reads unknown values."""
-
-    def run(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
-        """Run ``operator`` by shapes: tensors that it returns or writes to are unknown."""
-        func = operator.func
-        if any(isinstance(value, torch.UntypedStorage) for value in args):
-            return func(*args, **kwargs)  # set_ to a storage, whatever that holds
-        places = [args[at] if at < len(args) else kwargs.get(name) for at, name in operator.written]
-        targets = [tensor for tensor in tensors_in(places) if not raw.is_meta(tensor)]
-        if targets and self._writes_known_values(operator, args, kwargs, targets):
-            result = self._run(func, args, kwargs)
-            for target in filter(covers, targets):
-                self._storages.mark_known(target)
-            return result
-        pairs = _OnMeta(self._storages, targets)
-        result = self._run(func, pairs.of(args), pairs.of(kwargs), unknown=True)
-        for target in targets:
-            shape = pairs.made[id(target)].shape
-            if target.shape != shape:
-                target.resize_(shape)
-            self.mark_unknown(func, target)
-        return self._made(result, pairs)
-
-    def concealed(self, value: Any) -> Any:
-        """Return ``value`` with tensors of unknown values on ``meta``: no kernel may read them."""
-        return _OnMeta(self._storages, (), unknown_only=True).of(value)
-
-    def mark_unknown(self, func: Any, target: torch.Tensor) -> None:
-        """Mark the values of a CPU tensor as unknown from now on.
-
-        Its memory may be read out of sight, through numpy: it is filled with NaN where possible.
-        """
-        if self._storages.is_unknown_on_cpu(target):
-            return
-        if not (target.dtype.is_floating_point or target.dtype.is_complex):
-            raise UnknownValueError(self._unknown(func))
-        with torch.no_grad():
-            poison(target)
-        self._storages.mark_unknown(target)
-
-    def _writes_known_values(
-        self, operator: Operator, args: Args, kwargs: Kwargs, targets: Sequence[torch.Tensor]
-    ) -> bool:
-        if not operator.overwrites or any(map(self._storages.is_untouched, targets)):
-            return False
-        places = {at for at, _ in operator.written}
-        names = {name for _, name in operator.written}
-        read = [value for at, value in enumerate(args) if at not in places]
-        read += [value for name, value in kwargs.items() if name not in names]
-        return not any(map(self._storages.is_unknown_on_cpu, tensors_in(read)))
-
-    def _made(self, result: Any, pairs: _OnMeta) -> Any:
-        if isinstance(result, torch.Tensor):
-            given = pairs.originals.get(id(result))
-            if given is not None:
-                return given
-            if not raw.is_meta(result):
-                return result
-            return self._storages.new_unknown_on_cpu(result.shape, result.stride(), result.dtype)
-        if isinstance(result, (list, tuple)):
-            return type(result)([self._made(item, pairs) for item in result])
-        return result
-
-
 class _OnMeta:
     """``meta`` tensors in the place of CPU tensors.
 
@@ -309,7 +275,7 @@ class _OnMeta:
     def __init__(
         self, storages: Storages, targets: Iterable[torch.Tensor], *, unknown_only: bool = False
     ) -> None:
-        self._is_unknown = storages.is_unknown_on_cpu
+        self._storages = storages
         self._unknown_only = unknown_only
         self._targets = {id(target) for target in targets}
         self.made: dict[int, torch.Tensor] = {}
@@ -331,9 +297,22 @@ class _OnMeta:
         if raw.is_meta(tensor) or tensor.layout is not torch.strided:
             return tensor
         stays = not tensor.dim() and id(tensor) not in self._targets
-        if (stays or self._unknown_only) and not self._is_unknown(tensor):
+        if (stays or self._unknown_only) and not self._storages.is_unknown_on_cpu(tensor):
             return tensor
-        made = _empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+        made = raw.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=raw.META)
         self.made[id(tensor)] = made
         self.originals[id(made)] = tensor
         return made
+
+    def on_host(self, result: Any) -> Any:
+        """Return ``result`` with CPU tensors, given or new ones of unknown values."""
+        if isinstance(result, torch.Tensor):
+            given = self.originals.get(id(result))
+            if given is not None:
+                return given
+            if not raw.is_meta(result):
+                return result
+            return self._storages.new_unknown_on_cpu(result.shape, result.stride(), result.dtype)
+        if isinstance(result, (list, tuple)):
+            return type(result)([self.on_host(item) for item in result])
+        return result

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.operators import tables
@@ -41,7 +40,6 @@ _MORE_THAN_TYPES = frozenset(
 )
 """Complex tensors may be conjugated, and quantized ones have scales."""
 
-_empty_strided = torch.empty_strided
 _Generator = torch._C.Generator
 """The class ``torch.Generator`` while nothing replaces it."""
 _Make = Callable[[Args], Any]
@@ -208,10 +206,10 @@ def recipe(result: Any, args: Args, inputs: set[int]) -> _Make:
         ):
             raise UnknownError
         size, stride, dtype = result.shape, result.stride(), result.dtype
-        probe = _empty_strided(size, stride, dtype=dtype, device=META)
+        probe = raw.empty_strided(size, stride, dtype=dtype, device=raw.META)
         if probe.untyped_storage().nbytes() != result.untyped_storage().nbytes():
             raise UnknownError
-        return lambda args: _empty_strided(size, stride, dtype=dtype, device=META)
+        return lambda args: raw.empty_strided(size, stride, dtype=dtype, device=raw.META)
     if isinstance(result, (list, tuple)):
         given = args[0] if args and isinstance(args[0], (list, tuple)) else ()
         if len(result) == len(given) > 0 and all(map(operator.is_, result, given)):

@@ -15,7 +15,7 @@ from pytest_gpumem.allocator.device_memory import (
     DriverAddresses,
     SharedDevice,
 )
-from pytest_gpumem.allocator.releases import OLDEST
+from pytest_gpumem.allocator.releases import OLDEST, Version
 from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.garbage import Collector
 from pytest_gpumem.quoting import quoted
@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.gpu.catalogue import GpuError, GpuModel, find_machine
 from pytest_gpumem.simulated.gpu.estimates import Estimates
 from pytest_gpumem.simulated.gpu.memory import Memory
-from pytest_gpumem.simulated.gpu.workspaces import Version, Workspaces, dropout_state_bytes
+from pytest_gpumem.simulated.gpu.workspaces import Workspaces, dropout_state_bytes
 from pytest_gpumem.values.environment import alloc_conf_of_process, alloc_conf_variable
 
 
@@ -167,6 +167,11 @@ class GpuState:
             place_segment=DriverAddresses(FIRST_ADDRESS + (place + 1) * DEVICE_ADDRESSES),
             timeline=self.timeline,
         )
+
+    @property
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes of the device's memory that are free, and all."""
+        return self.allocator.memory.free, self.model.total_memory
 
     @property
     def estimated(self) -> int:

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.gpu.memory import Memory
@@ -43,8 +44,6 @@ from pytest_gpumem.simulated.gpu.releases import (
     UNSET_IS_UNIFIED,
     WORKSPACE_PER_OPERATION,
 )
-
-Version = tuple[int, int]
 
 
 def dropout_state_bytes(multiprocessors: int) -> int:

@@ -35,6 +35,7 @@ INDEXING = frozenset(
         "index _unsafe_index index_put index_put_ _index_put_impl_ _unsafe_index_put"
     ).split()
 )
+"""Operators that take indices, among which masks may be."""
 _ANYWHERE = (
     "aten::_foreach_copy",
     "aten::_pack_padded_sequence",

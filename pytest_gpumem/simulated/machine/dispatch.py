@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Callable
 from threading import RLock, get_ident
 from typing import Any
 
@@ -20,7 +19,6 @@ class Dispatch:
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
         self._handlers: dict[Any, Handler] = {}
-        self._bound = self._handlers
         self.inside = False
         """Whether a meta kernel runs: tensors then report the device they really have."""
         self.lock: RLock | None = None
@@ -32,11 +30,7 @@ class Dispatch:
 
     def bind(self, func: Any, handler: Handler) -> None:
         """Run ``func`` by ``handler``, whatever kind of operator it is."""
-        self._bound[func] = handler
-
-    def watch(self, ran: Callable[[Any], None] | None) -> None:
-        """Call ``ran`` with every operator from now on; ``None`` ends that."""
-        self._handlers = self._bound if ran is None else _Watched(self._bound, ran)
+        self._handlers[func] = handler
 
     def share(self) -> None:
         """Allow several threads to run operators, one at a time."""
@@ -59,21 +53,6 @@ class Dispatch:
     def inside_here(self) -> bool:
         """Whether the kernel that runs was called from this thread."""
         return self.inside and (self.lock is None or self._owner_thread == get_ident())
-
-
-class _Watched(dict[Any, Handler]):
-    """Handlers of operators that report each run: others than these cost nothing for it."""
-
-    def __init__(self, handlers: dict[Any, Handler], ran: Callable[[Any], None]) -> None:
-        self._handlers, self._ran = handlers, ran
-
-    def get(self, func: Any, default: Any = None) -> Any:
-        """Report ``func`` and return its handler."""
-        self._ran(func)
-        return self._handlers.get(func, default)
-
-    def __setitem__(self, func: Any, handler: Handler) -> None:
-        self._handlers[func] = handler
 
 
 class ThreadState(threading.local):

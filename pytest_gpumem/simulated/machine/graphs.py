@@ -21,7 +21,6 @@ from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RN
 from pytest_gpumem.simulated.machine.generators import free_all, state_of, state_tensors
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.pool_contents import GraphRecording
-from pytest_gpumem.simulated.machine.signatures import is_view
 from pytest_gpumem.simulated.machine.streams import Capture, cuda_error
 
 _EMPTY = (
@@ -52,11 +51,7 @@ class Graph:
         self._more_pools: list[PoolId] = []
         """Further pools that the capture has used, which live as long as it does."""
 
-    def capture_begin(
-        self,
-        pool: PoolId | None = None,
-        capture_error_mode: str = "global",
-    ) -> None:
+    def capture_begin(self, pool: PoolId | None = None, capture_error_mode: str = "global") -> None:
         """Capture the work of the current stream from now on."""
         machine = self._machine
         gpu = machine.current
@@ -88,10 +83,6 @@ class Graph:
         gpu.allocator.is_capturing = lambda: machine.streams.is_capturing(gpu.index)
         gpu.allocator.captures += 1
         captures[gpu.index, gpu.stream] = capture
-        machine.execution.watch(_noting_nodes(machine))
-        machine.values.recording = lambda: (
-            None if machine.capture is None else machine.capture.recording
-        )
         self._capture, self._memory = capture, gpu.allocator
         if RNG_PER_CAPTURE <= gpu.version < LAZY_RNG:
             for state in self._states:
@@ -238,17 +229,3 @@ class Graph:
             tracker.stop()
         Graph.reset(self)
         self._machine.random_state.unregister(self)
-
-
-def _noting_nodes(machine: SimulatedMachine) -> Callable[[Any], None]:
-    """Note the operators that leave a node in a graph: not those that make views, or room."""
-
-    def ran(func: Any) -> None:
-        capture = machine.capture
-        schema = getattr(func, "_schema", None)
-        if capture is None or not capture.is_empty or schema is None:
-            return
-        if not is_view(schema) and not schema.name.startswith(("aten::empty", "aten::new_empty")):
-            capture.is_empty = False
-
-    return ran

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -23,16 +23,15 @@ import torch
 
 from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, ThreadState
 from pytest_gpumem.simulated.machine.generators import RandomState
 from pytest_gpumem.simulated.machine.notes import Notes
-from pytest_gpumem.simulated.machine.pinned import Pinned
 from pytest_gpumem.simulated.machine.placement import Placement
 from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents
-from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages
+from pytest_gpumem.simulated.machine.storages import Pinned, SimulatedStorage, Storages
 from pytest_gpumem.simulated.machine.streams import (
     OF_LEAVES,
     Capture,
@@ -184,6 +183,7 @@ class SimulatedMachine(Notes):
         self.thread_state = ThreadState()
         self.storages = Storages()
         self.values = Values(self.storages, self, everything=real_values)
+        self.values.recording = lambda: self.capture.recording if self.capture else None
         self.storages.regrown = self.values.resized
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
@@ -235,16 +235,11 @@ class SimulatedMachine(Notes):
         """Return the GPU that holds the first tensor among ``values``; else the current one."""
         return (self.placement and self.placement.first(values)) or self.current
 
-    @contextmanager
-    def making(self, destination: torch.device) -> Iterator[None]:
+    def making(self, destination: torch.device) -> AbstractContextManager[None]:
         """Set the device that calls inside request, whatever device torch gets."""
         if destination.type == "meta":
             self.has_real_meta = True
-        before, self.thread_state.destination = self.thread_state.destination, destination
-        try:
-            yield
-        finally:
-            self.thread_state.destination = before
+        return having(self.thread_state, "destination", destination)
 
     def placeholder_value(self, tensor: torch.Tensor) -> PlaceholderFloat | int | None:
         """Return the result of reading an unknown number: 0, or ``None`` where none may be made up.
@@ -286,14 +281,13 @@ class SimulatedMachine(Notes):
     def kernel_wrote(self, *values: Any) -> None:
         """Forget the values of tensors that a kernel may write to, at each replay of a capture."""
         with self.execution.lock or nullcontext():
-            found = ((each, self.storages.of(each)) for each in tensors_in(values))
+            found = ((each, self.storages.of(each)) for each in raw.tensors_in(values))
             written = [(each, record) for each, record in found if record is not None]
             capture = self.capture
             if capture is None:
                 for _, record in written:
                     self.values.forget(record.key)
                 return
-            capture.is_empty = False
             capture.recording.wrote(tensor for tensor, _ in written)
 
     @property
@@ -308,9 +302,6 @@ class SimulatedMachine(Notes):
         captures = self.streams.captures
         for key in [key for key, other in captures.items() if other is capture]:
             del captures[key]
-        if not captures:
-            self.execution.watch(None)
-            self.values.recording = None
 
     def abandon_captures(self) -> None:
         """End the captures that a test left open."""

@@ -174,21 +174,18 @@ class GraphRecording(Recorder[StorageSlot]):
         self._uninitialized: set[StorageSlot] = set()
         """Memory made for a write: its earlier contents do not matter."""
 
-    def place_of(self, tensor: torch.Tensor) -> StorageSlot:
-        """Return the place of the storage of ``tensor``, with its address in a pool."""
+    def _place_of(self, tensor: torch.Tensor) -> StorageSlot:
         key = storage_key(tensor)
         place = self._places.get(key)
         if place is None or not place.lives:
             place = self._places[key] = StorageSlot(tensor, self._contents)
         return place
 
-    def generator_of(self, kwargs: Kwargs) -> torch.Generator | None:
-        """Return a generator with the present state of the one that is given, if any."""
+    def _generator_of(self, kwargs: Kwargs) -> torch.Generator | None:
         given = kwargs.get("generator")
         return None if given is None else shared_state(given)
 
-    def memory(self, view: View[StorageSlot], *, is_read: bool) -> torch.Tensor | None:
-        """Return ``view`` as a CPU tensor; ``None`` if it is unknown and read."""
+    def _seen(self, view: View[StorageSlot], *, is_read: bool) -> torch.Tensor | None:
         place = view.place
         base = self._contents.at(place)
         if base is None:
@@ -199,23 +196,19 @@ class GraphRecording(Recorder[StorageSlot]):
             self._contents.put(place, base)
         return view_of(base, view.layout)
 
-    def run(
+    def _run(
         self, operator: Operator, args: Args, kwargs: Kwargs, generator: torch.Generator | None
     ) -> Any:
-        """Return the result of a call, whose generator has the state of the capture."""
         if generator is not None:
             kwargs = {**kwargs, "generator": generator}
         return self._values.run(operator, args, kwargs)
 
-    def mark_uninitialized(self, view: View[StorageSlot]) -> None:
-        """Note that ``view`` is memory whose old contents do not matter."""
+    def _mark_uninitialized(self, view: View[StorageSlot]) -> None:
         self._uninitialized.add(view.place)
 
-    def mark_known(self, view: View[StorageSlot]) -> None:
-        """Forget the contents of other addresses in the memory of ``view``."""
+    def _mark_known(self, view: View[StorageSlot]) -> None:
         self._contents.overwritten(view.place)
 
-    def forget(self, view: View[StorageSlot]) -> None:
-        """Forget the contents of the place."""
+    def _forget(self, view: View[StorageSlot]) -> None:
         self._uninitialized.discard(view.place)
         self._contents.forget(view.place)

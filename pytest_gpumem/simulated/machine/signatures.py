@@ -17,6 +17,9 @@ Kwargs = dict[str, Any]
 Handler = Callable[[Args, Kwargs], Any]
 """A function that runs one operator with its arguments."""
 
+UNREAD = ...
+"""A result of a kernel that no formula reads."""
+
 
 class Signature:
     """The arguments of one overload by name, ``gpu``, where a call runs, and its ``result``."""

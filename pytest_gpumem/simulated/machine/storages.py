@@ -1,4 +1,4 @@
-"""Storages that stand for CUDA memory, and the blocks behind them."""
+"""Storages that stand for CUDA memory and the blocks behind them; pinned memory of the host."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ ELSEWHERE = 1 << 48
 MOST_POISONED = 65_536
 """Most elements that are filled in a CPU tensor of unknown values."""
 
-_empty_strided = torch.empty_strided
-_as_strided = torch.as_strided
 _data_ptr = raw.base("data_ptr")
 _storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]  # missing in the stub
 
@@ -151,9 +149,9 @@ class Storages:
         Where nothing refuses to read it, after the simulation or in C++, it shows no number that
         could be taken for a result. Pages that are not touched cost no memory.
         """
-        made = _empty_strided(size, stride, dtype=dtype, device="cpu")
+        made = raw.empty_strided(size, stride, dtype=dtype, device="cpu")
         large = made.numel() > MOST_POISONED
-        poison(_as_strided(made, (MOST_POISONED,), (1,)) if large else made)
+        poison(raw.as_strided(made, (MOST_POISONED,), (1,)) if large else made)
         if large:
             torch._C._set_throw_on_mutable_data_ptr(made)
         record = self.mark_unknown(made)
@@ -308,3 +306,63 @@ _NO_NUMBER = 0xFF
 
 
 def _ignore(_: Any) -> None: ...
+
+
+_pointer = torch.UntypedStorage.data_ptr
+
+ALREADY_REGISTERED = 712
+"""cudaErrorHostMemoryAlreadyRegistered."""
+NOT_REGISTERED = 713
+"""cudaErrorHostMemoryNotRegistered."""
+_INVALID = 1
+"""cudaErrorInvalidValue."""
+
+
+class Pinned:
+    """Storages of the host that count as page-locked, by the address of their ``StorageImpl``."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._registered: dict[int, int] = {}
+        """Address and size of memory registered by ``cudaHostRegister``."""
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Remember ``tensor``'s storage as pinned."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._by_key:
+            return tensor
+
+        def died(_: weakref.ref[torch.UntypedStorage]) -> None:
+            del self._by_key[key]
+
+        self._by_key[key] = weakref.ref(storage, died)
+        return tensor
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a pinned CPU copy with the same strides (``_pin_memory``, native/Memory.cpp)."""
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return self.add(made).copy_(tensor)
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether ``storage`` is pinned."""
+        if self._by_key and storage._cdata in self._by_key:
+            return True
+        address = _pointer(storage) if self._registered else 0
+        return any(begin <= address < begin + size for begin, size in self._registered.items())
+
+    def register(self, address: int, size: int) -> int:
+        """``cudaHostRegister``; its result code."""
+        if size <= 0 or not address:
+            return _INVALID
+        if any(
+            begin < address + size and address < begin + length
+            for begin, length in self._registered.items()
+        ):
+            return ALREADY_REGISTERED
+        self._registered[address] = size
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """``cudaHostUnregister``; its result code."""
+        return NOT_REGISTERED if self._registered.pop(address, None) is None else 0

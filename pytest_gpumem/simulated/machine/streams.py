@@ -20,13 +20,14 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.autograd.graph
 
 from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.pool_contents import GraphRecording
 
@@ -40,33 +41,26 @@ _SYNCHRONIZES = "called a synchronizing CUDA operation"
 """warn_or_error_on_sync of c10/cuda/CUDAFunctions.cpp."""
 
 
-class _DrawsNumbers(Protocol):
-    def use_random_operator(self, gpu: GpuState, generator: torch.Generator | None) -> None:
-        """Note a captured random operator."""
-
-
 class Capture:
     """A capture under way, on the stream it began on and those that wait for it."""
 
-    def __init__(
-        self,
-        gpu: GpuState,
-        pool: PoolId,
-        recording: GraphRecording,
-        graph: _DrawsNumbers,
-    ) -> None:
+    def __init__(self, gpu: GpuState, pool: PoolId, recording: GraphRecording, graph: Any) -> None:
         self.gpu = gpu
         self.pool = pool
         self.stream = gpu.stream
         self.memory = gpu.allocator
         self.recording = recording
-        self.graph: _DrawsNumbers | None = graph
+        self.graph = graph
         """Until the capture ends: the graph refers to the capture."""
         self.under_way = True
-        self.is_empty = True
-        """Whether nothing was captured yet that a graph has a node for."""
         self.valid = True
         """Whether every operation so far is allowed in a capture."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was captured yet that a graph has a node for: room has none."""
+        steps = self.recording.steps
+        return all(step.operator is not None and step.operator.uninitialized for step in steps)
 
     def end(self) -> None:
         """End the capture, whose memory stays in its pool."""
@@ -220,12 +214,8 @@ class Streams:
 
         @functools.wraps(hook)
         def call(gradient: Any) -> Any:
-            leaves = self._thread.leaves
-            before, leaves.hooked = leaves.hooked, reference()
-            try:
+            with having(self._thread.leaves, "hooked", reference()):
                 return hook(gradient)
-            finally:
-                leaves.hooked = before
 
         return call
 

@@ -131,12 +131,9 @@ class _Finder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module of the stand-in."""
         if not self.stands_for(fullname):
             return None
-        if any(f"{fullname}.".startswith(f"{each}.") for each in _WITHOUT):
-            return ModuleSpec(fullname, _Refusing(), is_package=True)
-        if fullname == PACKAGE:  # a check whether it is there imports nothing
+        if fullname == PACKAGE or _has_none(fullname):  # a check if it is there imports nothing
             return ModuleSpec(fullname, _Making(), is_package=True)
         names = _contents()
         if fullname not in names:
@@ -147,35 +144,29 @@ class _Finder(DistributionFinder):
     def find_distributions(
         self, context: DistributionFinder.Context = _ANY
     ) -> Iterable[Distribution]:
-        """Return the library's metadata, for a query of all distributions or of this one."""
         # PEP 503.
         asked = None if context.name is None else re.sub(r"[-_.]+", "-", context.name).lower()
         if asked in (None, NAME) and _is_missing():
             yield _Metadata()
 
 
+def _has_none(module: str) -> bool:
+    """Return whether the release has ``module``, and the stand-in has not."""
+    return any(f"{module}.".startswith(f"{each}.") for each in _WITHOUT)
+
+
 class _Making(Loader):
     """Makes modules, once each."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module; a second import has the one that the first has made."""
+        """Return the module, unless there is none; a second import has that of the first."""
+        if _has_none(spec.name):
+            _refuse(spec.name)
         return _modules.get(spec.name) or StandInModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its contents."""
         vars(module).update(_contents()[module.__name__])
         _modules[module.__name__] = module
-
-
-class _Refusing(Loader):
-    """Refuses to load a module of the real library that has no stand-in."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Refuse."""
-        _refuse(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: no module is made."""
 
 
 class _Metadata(Distribution):
@@ -187,11 +178,9 @@ class _Metadata(Distribution):
     }
 
     def read_text(self, filename: str) -> str | None:
-        """Return one of the files, if there is such a one."""
         return self._FILES.get(filename)
 
     def locate_file(self, path: str | PathLike[str]) -> Path:
-        """Return the path that a file would have."""
         return Path(path)
 
 

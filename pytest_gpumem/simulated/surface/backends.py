@@ -39,9 +39,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         "_{}_blas_preferred_backend": torch._C._get_blas_preferred_backend(),
         "_cuda_{}_cudnn_benchmark_limit": 10,  # Context::benchmark_limit_cudnn
     }.items():
-        setting = _Preferred(value)
-        patches.add(torch._C, name.format("get"), setting.get)
-        patches.add(torch._C, name.format("set"), setting.set)
+        for kind, function in zip(("get", "set"), _setting(value), strict=True):
+            patches.add(torch._C, name.format(kind), function)
     patches.add(torch.backends.cuda, "cufft_plan_cache", _PlanCache())
     patches.wrap(torch.backends.mha, "get_fastpath_enabled", partial(_takes_fast_path, machine))
     # A build with CUDA has them, whatever release is simulated.
@@ -94,17 +93,14 @@ def _can_use(machine: SimulatedMachine, kernel: str, params: Any, debug: bool = 
     )
 
 
-class _Preferred:
-    """A setting that changes speed but nothing that is simulated."""
+def _setting(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return the functions of a setting that changes speed but nothing that is simulated."""
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    def change(new: Any) -> None:
+        nonlocal value
+        value = new
 
-    def get(self) -> Any:
-        return self._value
-
-    def set(self, value: Any) -> None:
-        self._value = value
+    return lambda: value, change
 
 
 class _PlanCache:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,22 +20,16 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, having
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _machine: SimulatedMachine | None = None
 """The one that files are loaded on: pickle calls by name, and passes only data it has read."""
 
 
-@contextmanager
-def loading_on(machine: SimulatedMachine) -> Iterator[None]:
+def loading_on(machine: SimulatedMachine) -> AbstractContextManager[None]:
     """Make tensors of unknown values that are loaded inside belong to ``machine``."""
-    global _machine
-    before, _machine = _machine, machine
-    try:
-        yield
-    finally:
-        _machine = before
+    return having(sys.modules[__name__], "_machine", machine)
 
 
 def gives_no_values() -> bool:

@@ -55,10 +55,7 @@ def deferred(unpatched: Context, present: Context) -> Iterator[None]:
             inside.enter_context(present())
 
         def stand_in(
-            name: str,
-            answers: Answers,
-            importing: Context,
-            known: Mapping[str, Any] | None = None,
+            name: str, answers: Answers, importing: Context, known: Mapping[str, Any] | None = None
         ) -> None:
             if name not in sys.modules:
                 inside.enter_context(StandIn(name, answers, importing, known).in_place())
@@ -92,7 +89,7 @@ class _NotCompiled:
         """Return a stand-in for a function of ``torch._dynamo``: on eager code it does nothing."""
         return {
             ("torch._compile", "disable"): self._disable,
-            ("torch.optim.optimizer", "graph_break"): _graph_break,
+            ("torch.optim.optimizer", "graph_break"): lambda *_, **__: None,
         }.get((asking.f_globals.get("__name__", ""), name))
 
     def forget(self) -> None:
@@ -103,10 +100,6 @@ class _NotCompiled:
     def _disable(self, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
         self._functions.append(function)
         return function
-
-
-def _graph_break(*_: Any, **__: Any) -> None:
-    """Do nothing, as the real one does in code that is not compiled."""
 
 
 class _NoExpression:

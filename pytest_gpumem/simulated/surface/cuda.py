@@ -121,15 +121,6 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         machine.current.workspaces.handle(machine.current.stream)
         return 1
 
-    def raw_alloc(size: int, stream: int) -> int:
-        return machine.current.allocator.malloc(size, stream)
-
-    def set_memory_fraction(fraction: float, device: Any) -> None:
-        memory(device).set_memory_fraction(fraction)
-
-    def free_and_total(index: int) -> tuple[int, int]:
-        return memory(index).memory.free, gpu(index).model.total_memory
-
     return {
         "_cuda_init": lambda: None,
         "_cuda_isInBadFork": lambda: machine.execution.in_child,
@@ -145,12 +136,10 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_cuda_ipc_collect": lambda: None,
         "_cuda_memoryStats": memory_stats,
         "_cuda_resetPeakMemoryStats": lambda device: memory(device).reset_peak_stats(),
-        "_cuda_resetAccumulatedMemoryStats": lambda device: memory(
-            device
-        ).reset_accumulated_stats(),
-        "_cuda_setMemoryFraction": set_memory_fraction,
+        "_cuda_resetAccumulatedMemoryStats": lambda index: memory(index).reset_accumulated_stats(),
+        "_cuda_setMemoryFraction": lambda share, device: memory(device).set_memory_fraction(share),
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_cudaCachingAllocator_raw_alloc": raw_alloc,
+        "_cuda_cudaCachingAllocator_raw_alloc": lambda *given: memory(None).malloc(*given),
         "_cuda_cudaCachingAllocator_raw_delete": lambda address: memory(None).free(address),
         "_cuda_clearCublasWorkspaces": clear_workspaces,
         "_cuda_getCurrentBlasHandle": blas_handle,
@@ -165,16 +154,11 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_accelerator_getDeviceStats": memory_stats,
         "_accelerator_resetPeakStats": lambda index: memory(index).reset_peak_stats(),
         "_accelerator_resetAccumulatedStats": lambda index: memory(index).reset_accumulated_stats(),
-        "_accelerator_getMemoryInfo": free_and_total,
+        "_accelerator_getMemoryInfo": lambda index: gpu(index).free_and_total,
     }
 
 
-_CONTEXTS = {
-    None: Contexts.NEVER,
-    "state": Contexts.STATE,
-    "alloc": Contexts.ALLOC,
-    "all": Contexts.ALL,
-}
+_CONTEXTS = dict(zip((None, "state", "alloc", "all"), Contexts, strict=True))
 _KEPT_WITHOUT_TRACE = 1
 """Events kept with ``enabled="state"``."""
 

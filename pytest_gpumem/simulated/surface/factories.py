@@ -305,7 +305,10 @@ def numbers_in(data: Any, dtype: torch.dtype | None) -> tuple[Any, torch.dtype |
     if not isinstance(data, (list, tuple)) or not _has_gpu_tensors(data):
         return None
     if dtype is None:
-        types = [_type_of(leaf) for leaf in _leaves(data)]
+        leaves = (
+            leaf if isinstance(leaf, torch.Tensor) else torch.tensor(leaf) for leaf in _leaves(data)
+        )
+        types = [leaf.dtype for leaf in leaves]
         dtype = types[0]
         for other in types[1:]:
             dtype = torch.promote_types(dtype, other)
@@ -333,12 +336,6 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and raw.is_meta(value) and value.is_cuda
-
-
-def _type_of(leaf: Any) -> torch.dtype:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype
-    return torch.tensor(leaf).dtype
 
 
 def _read(data: Any) -> Any:

@@ -101,8 +101,7 @@ def _replace(found: Iterable[tuple[Any, str, _Guarded]], until: ExitStack) -> No
     patches = Patches()
     for guarded in found:
         patches.add(*guarded)
-    patches.apply()
-    until.callback(patches.undo)
+    until.enter_context(patches.applied())
 
 
 def _takes_tensors(value: Any) -> bool:

@@ -20,7 +20,7 @@ import torch.profiler
 from pytest_gpumem.simulated.common.callsite import refusing, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.pinned import ALREADY_REGISTERED, NOT_REGISTERED
+from pytest_gpumem.simulated.machine.storages import ALREADY_REGISTERED, NOT_REGISTERED
 
 _MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
 """Readings of ``torch.cuda`` without a model here; all but the first two exist since 2.1."""
@@ -114,8 +114,7 @@ class Runtime:
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802  # CUDA's own name
         """Free and total bytes."""
-        gpu = self._machine.device(device)
-        return gpu.allocator.memory.free, gpu.model.total_memory
+        return self._machine.device(device).free_and_total
 
     def cudaHostRegister(self, ptr: int, size: int, flags: int) -> int:  # noqa: N802  # CUDA's
         """Page-lock memory of the host; return the result code."""

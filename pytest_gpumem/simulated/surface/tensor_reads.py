@@ -10,6 +10,7 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, is_own, user_line
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage
 from pytest_gpumem.simulated.machine.values.assumptions import assumption_of, is_printing, printing
@@ -170,12 +171,8 @@ class TensorReads:
         if self._machine.placement is not None:
             value = copied_to_gpu_of(self._machine, tensor, value)
         index = self._as_indices(tensor, index)
-        here = self._machine.thread_state
-        before, here.sets_items = here.sets_items, True
-        try:
+        with having(self._machine.thread_state, "sets_items", True):
             _setitem(tensor, index, value)
-        finally:
-            here.sets_items = before
 
     def _as_indices(self, tensor: torch.Tensor, index: Any) -> Any:
         """``tensor[[0, 2]]``: the list becomes a tensor on the device, which C++ does unseen.
@@ -196,12 +193,8 @@ class TensorReads:
         return torch.tensor(index, dtype=torch.int64, device=block.device.torch_device)
 
     def item(self, tensor: torch.Tensor) -> Any:
-        here = self._machine.thread_state
-        before, here.reads_item = here.reads_item, True
-        try:
+        with having(self._machine.thread_state, "reads_item", True):
             value = _item(tensor)
-        finally:
-            here.reads_item = before
         # In C++ it has become a plain number.
         if self._is_unknown(tensor):
             if isinstance(value, float):
@@ -211,12 +204,11 @@ class TensorReads:
 
     def tolist(self, tensor: torch.Tensor) -> Any:
         block, known = self._block(tensor), self._known(tensor)
+        if block is not None and known is None and is_printing():
+            known = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         if block is not None and known is not None:
             transfers.stage_move(block.device, tensor, {})
             return _tolist(known)
-        if block is not None and is_printing():
-            transfers.stage_move(block.device, tensor, {})
-            return _tolist(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
         if self._has_placeholder_integers(tensor, "tolist()"):
             return placeholder_integers(tensor.shape)
         self._refuse(tensor, "tolist()")

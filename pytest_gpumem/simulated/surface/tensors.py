@@ -19,16 +19,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.methods import Method
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.callsite import refuse
+from pytest_gpumem.simulated.common.patching import Method, Patches
 from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.placement import return_gradient
 from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 from pytest_gpumem.simulated.surface.tensor_reads import TensorReads
 from pytest_gpumem.simulated.surface.wrappers import is_wrapper
-from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _to: Callable[..., torch.Tensor] = raw.base("to")
 _type = raw.base("type")
@@ -57,9 +55,9 @@ class Tensors(TensorReads):
             return self._wrapper_to(tensor, device, args, kwargs)
         block = self._block(tensor)
         if block is not None and is_lazy(tensor) and device.type == "cpu":
-            raise UnsupportedOperatorError(
-                f"a lazy module moves back to the host at {user_line()} before it has a shape, "
-                f"which it cannot on a simulated GPU: run it once first"
+            refuse(
+                "a lazy module moves back to the host",
+                "before it has a shape, which it cannot on a simulated GPU: run it once first",
             )
         is_sparse = tensor.layout is torch.sparse_coo and not raw.is_meta(tensor)
         if device.type == "cuda" and is_sparse and not tensor.requires_grad:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data._utils import pin_memory as loaders
 
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, having
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.workspaces import Workspaces
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
@@ -168,14 +168,9 @@ class Threads:
             if task.owner is not None:
                 self._leave_over(thread, task)
 
-    @contextmanager
-    def owned_by(self, owner: str | None) -> Iterator[None]:
+    def owned_by(self, owner: str | None) -> AbstractContextManager[None]:
         """Make ``owner`` the owner of tasks that start inside."""
-        self.owner, before = owner, self.owner
-        try:
-            yield
-        finally:
-            self.owner = before
+        return having(self, "owner", owner)
 
     @contextmanager
     def _running(self, task: Task) -> Iterator[None]:

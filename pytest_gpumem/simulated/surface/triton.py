@@ -19,7 +19,6 @@ import torch
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.custom_kernels import (
     DESCRIPTIONS,
@@ -164,7 +163,7 @@ def _memory_of(value: Any) -> Iterator[torch.Tensor]:
             yield from _memory_of(item)
     else:
         base = None if isinstance(value, torch.Tensor) else getattr(value, "base", None)
-        yield from tensors_in(value if base is None else base)
+        yield from raw.tensors_in(value if base is None else base)
 
 
 def _refuse(what: str) -> NoReturn:

@@ -140,6 +140,13 @@ def test_other_ranks_are_taken_to_send_the_same(gpu: SimulatedRun) -> None:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
     assert received.tolist() == [3] * 8
+    # A part of what is gathered, and a reduction that another rank receives.
+    whole = torch.zeros(16, device="cuda")
+    whole[6:8] = 3
+    dist.all_gather_into_tensor(whole, whole[6:8])
+    assert whole.tolist() == [3] * 16
+    dist.reduce(sent, 0)
+    assert sent.tolist() == list(range(8))
     (note, *_) = gpu.notes
     assert note.startswith("a collective at tests/simulated/distributed/test_collectives.py:")
     assert note.endswith(" takes what other ranks send for what this one does")

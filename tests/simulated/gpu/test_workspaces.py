@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def workspaces(
     config: str | None = "",
     in_autograd_thread: Callable[[], bool] = bool,
 ) -> Workspaces:
-    return Workspaces(memory, version, capability, config, in_autograd_thread)
+    return Workspaces(cast("Any", memory), version, capability, config, in_autograd_thread)
 
 
 @pytest.mark.parametrize(

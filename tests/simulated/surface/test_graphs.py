@@ -228,6 +228,8 @@ class TestCapture:
         (lambda x: torch.empty(3, device="cuda").view(3), True),
         (lambda x: x.add_(1), False),
         (lambda x: x.clone(), False),
+        (lambda x: torch.ones(3, pin_memory=True).copy_(x, non_blocking=True), False),
+        (lambda x: x.to("cpu", non_blocking=True), False),
     ],
 )
 def test_a_graph_without_nodes_is_warned_of(

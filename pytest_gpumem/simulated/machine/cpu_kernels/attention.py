@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD
+from pytest_gpumem.simulated.machine.signatures import UNREAD
 
 _FROM_TOP_LEFT, _FROM_BOTTOM_RIGHT = 1, 2
 """``custom_mask_type``; flash attention of packed sequences has only the second."""

@@ -1,13 +1,16 @@
 """Operators that only CUDA has a kernel for, computed on the CPU from others.
 
+Batch norm, softmax and root mean square norm are as CUDA and cuDNN have them. The parts of a batch
+norm over several processes are not computed: their results are unknown.
+
 Each names the arguments that it uses, as its operator's schema does, and returns the operator's
 results; ``UNREAD`` stands for one that no formula reads, an integer for a tensor that is filled
 with it.
 
 Source: aten/src/ATen/native/cuda/EmbeddingBag.cu (EmbeddingBag_updateOutputKernel_sum_mean and
 _max: which bag each index is in, and how many indices of a bag are no padding), SummaryOps.cu
-(_histc_cuda_template, getBin) and ../GridSamplerUtils.h (cond_cudnn_grid_sampler), of torch 2.6 to
-2.15.
+(_histc_cuda_template, getBin), ../GridSamplerUtils.h (cond_cudnn_grid_sampler) and
+../cudnn/BatchNorm.cpp, of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -21,16 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pytest_gpumem.simulated.machine.cpu_kernels import (
-    attention,
-    normalization,
-    products,
-    recurrent,
-)
-from pytest_gpumem.simulated.machine.cpu_kernels.normalization import HALF_DTYPES
-from pytest_gpumem.simulated.machine.signatures import Kwargs, Signature, is_out
+from pytest_gpumem.simulated.machine.cpu_kernels import attention, products, recurrent
+from pytest_gpumem.simulated.machine.signatures import UNREAD, Kwargs, Signature, is_out
 
 _aten = torch.ops.aten
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 _MAX = 2
 """EmbeddingBagMode."""
 
@@ -106,11 +104,62 @@ _BY_CUDNN = (0, 0, True)
 """The one way in which cuDNN samples: bilinear, zeros around, corners aligned."""
 
 
+def _batch_norm(*args: Any) -> Any:
+    return *_aten.native_batch_norm(*args), UNREAD
+
+
+def _batch_norm_backward(*args: Any) -> Any:
+    input, gradient, weight, *kept, epsilon, _ = args
+    given = gradient, input, weight, *kept, True, epsilon
+    return _aten.native_batch_norm_backward(*given, [True, True, True])
+
+
+def _softmax(operator: Any) -> Callable[..., Any]:
+    def compute(input: Tensor, dim: int, half_to_float: bool, **out: Tensor) -> Any:
+        return operator(input.float() if half_to_float else input, dim, False, **out)
+
+    return compute
+
+
+def _softmax_backward(operator: Any) -> Callable[..., Any]:
+    def compute(
+        gradient: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype, **out: Tensor
+    ) -> Any:
+        result = operator(gradient, output, dim, gradient.dtype, **out)
+        return result if out else result.to(input_dtype)
+
+    return compute
+
+
+def _fused_rms_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: list[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+) -> Any:
+    wide = input.float()
+    scale = rstd.float()
+    grown = grad_out.float() * (1.0 if weight is None else weight.float())
+    dims = tuple(range(-len(normalized_shape), 0))
+    shared = (grown * wide).mean(dims, keepdim=True)
+    by_input = scale * grown - scale**3 * wide * shared
+    by_weight = (grad_out.float() * wide * scale).flatten(0, -len(normalized_shape) - 1).sum(0)
+    return by_input.to(input.dtype), UNREAD if weight is None else by_weight.to(weight.dtype)
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     **attention.KERNELS,
-    **normalization.KERNELS,
     **products.KERNELS,
     **recurrent.KERNELS,
+    "aten::cudnn_batch_norm": _batch_norm,
+    "aten::cudnn_batch_norm_backward": _batch_norm_backward,
+    # Only CUDA's take half precision and return float32, and back (SoftMax.cu).
+    "aten::_softmax": _softmax(_aten._softmax),
+    "aten::_softmax_backward_data": _softmax_backward(_aten._softmax_backward_data),
+    "aten::_log_softmax": _softmax(_aten._log_softmax),
+    "aten::_log_softmax_backward_data": _softmax_backward(_aten._log_softmax_backward_data),
+    "aten::_fused_rms_norm_backward": _fused_rms_norm_backward,
     "aten::_embedding_bag": _embedding_bag,
     "aten::_embedding_bag_forward_only": _embedding_bag,
     "aten::cudnn_grid_sampler": _grid_sampler,

@@ -5,21 +5,17 @@ Source: aten/src/ATen/native/cudnn/RNN.cpp and native/RNN.cpp, of torch 2.6 to 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD, leaf, with_autograd
+from pytest_gpumem.simulated.machine.signatures import UNREAD
 
 _aten = torch.ops.aten
-_LAYERS: dict[int, Any] = {
-    0: torch._VF.rnn_relu,
-    1: torch._VF.rnn_tanh,
-    2: torch._VF.lstm,
-    3: torch._VF.gru,
-}
+_LAYERS: tuple[Any, ...] = (torch._VF.rnn_relu, torch._VF.rnn_tanh, torch._VF.lstm, torch._VF.gru)
 """By cuDNN's mode."""
 _LSTM = 2
 _GATES = (1, 1, 4, 3)
@@ -59,16 +55,36 @@ def _as_layers_take(weight: Tensor, at: int, per_layer: int, rows: int) -> Tenso
     return weight.reshape(-1) if at < per_layer else weight
 
 
+_INCLUDED = torch._C._dispatch_tls_local_include_set()
+_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextmanager
+def _with_autograd() -> Iterator[None]:
+    """Enable autograd inside an operator, where autograd itself has finished."""
+    with (
+        torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a copy of ``tensor`` that requires a gradient."""
+    return tensor.detach().clone().requires_grad_()
+
+
 def _recurrent_backward(
     input: Tensor, weight: list[Tensor], weight_stride0: int, hx: Tensor, cx: Tensor | None,
     grad_output: Tensor | None, grad_hy: Tensor | None, grad_cy: Tensor | None, mode: int,
     hidden_size: int, proj_size: int, num_layers: int, batch_first: bool, dropout: float,
     train: bool, bidirectional: bool, batch_sizes: Sequence[int],
 ) -> Any:  # fmt: skip
-    with with_autograd():
-        data, hidden = leaf(input), leaf(hx)
-        cell = None if cx is None else leaf(cx)
-        weights = [leaf(one) for one in weight]
+    with _with_autograd():
+        data, hidden = _leaf(input), _leaf(hx)
+        cell = None if cx is None else _leaf(cx)
+        weights = [_leaf(one) for one in weight]
         results = _recurrent(
             data, weights, weight_stride0, hidden, cell, mode, hidden_size, proj_size, num_layers,
             batch_first, dropout, train, bidirectional, batch_sizes,

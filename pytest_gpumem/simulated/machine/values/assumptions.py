@@ -8,31 +8,18 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.machine.signatures import Args
 
-
-class Known(Protocol):
-    """The known values that assumptions are made from, and the notes they go to."""
-
-    notes: Notes
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a CPU view of the values of ``tensor``; ``None`` if they are unknown."""
-
-    def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Remember the values of ``source``, a CPU tensor of the same shape, for ``tensor``."""
-
-
-Assumption = Callable[[Known, tuple[Any, ...], Any], "torch.Tensor | None"]
-"""(values, arguments, result) -> the target that an in-place operator is assumed to leave."""
+Assumption = Callable[[Any, Args, Any], "torch.Tensor | None"]
+"""(``Values``, arguments, result) -> the target that an in-place operator is assumed to leave."""
 
 GENERATION = (
     "transformers compared tokens that are not computed with special tokens: none of them was "
@@ -116,14 +103,9 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@contextmanager
-def printing() -> Iterator[None]:
+def printing() -> AbstractContextManager[None]:
     """Format a tensor inside, in this thread: nothing but its text depends on its numbers."""
-    before, _here.prints = _here.prints, True
-    try:
-        yield
-    finally:
-        _here.prints = before
+    return having(_here, "prints", True)
 
 
 def is_printing() -> bool:
@@ -137,7 +119,7 @@ _COMPARING = ("transformers.generation.", "transformers.modeling_utils")
 def _is_printed(answer: bool) -> Assumption:
     """Assume that numbers which are printed are finite, not zero, no integers, and about equal."""
 
-    def assume(values: Known, args: Args, result: Any) -> None:
+    def assume(values: Any, args: Args, result: Any) -> None:
         if is_printing():
             values.keep(result, torch.full(result.shape, answer, device="cpu"))
 
@@ -147,7 +129,7 @@ def _is_printed(answer: bool) -> Assumption:
 def _is_special_token(answer: bool) -> Assumption:
     assume_printed = _is_printed(answer)
 
-    def assume(values: Known, args: Args, result: Any) -> None:
+    def assume(values: Any, args: Args, result: Any) -> None:
         assume_printed(values, args, result)
         if args[0].dtype.is_floating_point or "transformers" not in sys.modules:
             return
@@ -158,7 +140,7 @@ def _is_special_token(answer: bool) -> Assumption:
     return assume
 
 
-def _has_input(values: Known, args: Args, result: Any) -> None:
+def _has_input(values: Any, args: Args, result: Any) -> None:
     if _caller(_OWN) != ("torch.nn.modules._functions", "forward"):
         return
     values.notes.assume(_EVERY_RANK)
@@ -180,7 +162,7 @@ def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _no_infinity(values: Known, args: Args, result: Any) -> torch.Tensor | None:
+def _no_infinity(values: Any, args: Args, result: Any) -> torch.Tensor | None:
     found: torch.Tensor = args[1]
     if values.of(found) is None:
         return None

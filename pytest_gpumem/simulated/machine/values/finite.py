@@ -20,12 +20,7 @@ from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.views import layout_of
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "eq": comparing.eq,
-    "ne": comparing.ne,
-    "lt": comparing.lt,
-    "le": comparing.le,
-    "gt": comparing.gt,
-    "ge": comparing.ge,
+    name: getattr(comparing, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 _SEARCHES = ("isnan", "isinf", "isposinf", "isneginf")
 

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.raw import CPU, is_on_device, tensors_in
-from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD
-from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.machine.signatures import UNREAD, Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.views import covers, layout_of, view_of
@@ -91,7 +89,7 @@ class KnownValues:
         if not self.everything:
             self.forget(key)
             return
-        grown = raw.empty(size, dtype=base.dtype, device=CPU)
+        grown = raw.empty(size, dtype=base.dtype, device=raw.CPU)
         grown[: base.numel()] = base
         self._bases[key] = grown
         self._hold((size - base.numel()) * base.element_size())
@@ -103,7 +101,7 @@ class KnownValues:
     def _unknown_among(self, values: Any) -> bool | None:
         """Return whether a tensor among ``values`` is unknown; ``None`` if none has kept values."""
         answer = None
-        for tensor in tensors_in(values):
+        for tensor in raw.tensors_in(values):
             if storage_key(tensor) in self._bases:
                 if tensor.numel() > MOST_REPEATED and not self.everything:
                     return True
@@ -128,7 +126,7 @@ class KnownValues:
         for tensor, value in _pairs(result, computed):
             if value is UNREAD or isinstance(value, int):
                 filling = 0 if value is UNREAD else value
-                value = torch.full(tensor.shape, filling, dtype=tensor.dtype, device=CPU)
+                value = torch.full(tensor.shape, filling, dtype=tensor.dtype, device=raw.CPU)
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 continue
             if value.shape != tensor.shape:
@@ -158,7 +156,7 @@ class KnownValues:
         ):
             self._put(tensor, source.view(-1))
             return
-        base = raw.empty(self._elements(tensor), dtype=tensor.dtype, device=CPU)
+        base = raw.empty(self._elements(tensor), dtype=tensor.dtype, device=raw.CPU)
         view_of(base, layout_of(tensor)).copy_(source)
         self._put(tensor, base)
 
@@ -167,7 +165,7 @@ class KnownValues:
         self._watch(tensor)
 
     def _put_blank(self, tensor: torch.Tensor) -> None:
-        self._put(tensor, raw.empty(self._elements(tensor), dtype=tensor.dtype, device=CPU))
+        self._put(tensor, raw.empty(self._elements(tensor), dtype=tensor.dtype, device=raw.CPU))
 
     def _elements(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
         """Return the elements of ``dtype`` in the whole storage; on the dry device in its block."""
@@ -211,10 +209,7 @@ _COPYING = frozenset(
 )
 """Operators whose results hold only elements of their first argument."""
 _ORDER: dict[str, Callable[[int, Any], bool]] = {
-    "aten::lt": comparing.lt,
-    "aten::le": comparing.le,
-    "aten::gt": comparing.gt,
-    "aten::ge": comparing.ge,
+    f"aten::{name}": getattr(comparing, name) for name in ("lt", "le", "gt", "ge")
 }
 
 
@@ -239,7 +234,7 @@ class Ranges:
     def made(self, name: str, args: Args, result: Any) -> None:
         """Remember the numbers that the operator ``name`` has drawn, or copied."""
         found = _drawn(args) if name == _DRAWN else self._copied(name, args)
-        if found is None or not isinstance(result, torch.Tensor) or not is_on_device(result):
+        if found is None or not isinstance(result, torch.Tensor) or not raw.is_on_device(result):
             return
         dtype = result.dtype
         if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
@@ -269,7 +264,7 @@ class Ranges:
     def _copied(self, name: str, args: Args) -> Range | None:
         if name not in _COPYING or not self.by_key or not args:
             return None
-        found = [self._of(tensor) for tensor in tensors_in(args[0])]
+        found = [self._of(tensor) for tensor in raw.tensors_in(args[0])]
         known = [each for each in found if each is not None]
         if not known or len(known) < len(found):
             return None

@@ -8,14 +8,14 @@ simulated device allocates the same as without: this module does not touch its m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.raw import CPU, tensors_in
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, parts_of_sparse, storage_key
@@ -33,8 +33,8 @@ class Values(Reading):
     def __init__(self, storages: Storages, notes: Notes, *, everything: bool) -> None:
         super().__init__(storages, notes, everything=everything)
         self._ignoring = False
-        self.recording: Callable[[], Recorder[Any] | None] | None = None
-        """Returns the recorder of a capture's operators, while there is a capture."""
+        self.recording: Callable[[], Recorder[Any] | None] = lambda: None
+        """Returns the recorder of operators, while a capture is under way on this thread."""
 
     def follow(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Update the values after an operator has run on the shapes."""
@@ -47,27 +47,22 @@ class Values(Reading):
         elif self._bases and self._known(args, kwargs):
             self._derive(operator, args, kwargs, result)
         elif answer is not None:
-            self._set_fact(result, Fact(torch.tensor(answer, device=CPU)))
+            self._set_fact(result, Fact(torch.tensor(answer, device=raw.CPU)))
         elif self.assumes:
             self._assume(operator, args, result)
         self._state(fact, operator, args, kwargs, result)
 
     def records(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> bool:
         """Add the call to a capture under way on this thread, if any, for when its graph runs."""
-        recording = self.capture()
+        recording = self.recording()
         if recording is None:
             return False
         recording.add(operator, args, kwargs, result)
         return True
 
-    @contextmanager
-    def ignoring(self) -> Iterator[None]:
+    def ignoring(self) -> AbstractContextManager[None]:
         """Do not follow operators that run inside."""
-        before, self._ignoring = self._ignoring, True
-        try:
-            yield
-        finally:
-            self._ignoring = before
+        return having(self, "_ignoring", True)
 
     def replace(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Update the values of ``result`` and of written tensors from ``operator`` as a whole."""
@@ -100,10 +95,6 @@ class Values(Reading):
         with torch._C._DisableTorchDispatch():
             self.replace(Operator.by(function), args, {}, result)
 
-    def capture(self) -> Recorder[Any] | None:
-        """Return the recorder of operators, while a capture is under way on this thread."""
-        return None if self.recording is None else self.recording()
-
     def shared(self, given: Iterable[Any]) -> list[Any] | None:
         """Return ``given`` with CPU tensors that share the values of its tensors.
 
@@ -131,7 +122,7 @@ class Values(Reading):
 
         They are ``computed`` from ``given``, which :meth:`shared` returned and which was written.
         """
-        used = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
+        used = {tensor.untyped_storage()._cdata for tensor in raw.tensors_in(given)}
         for result, value in zip(results, computed, strict=True):
             if isinstance(result, torch.Tensor):
                 base = self._bases.get(storage_key(result))
@@ -143,7 +134,7 @@ class Values(Reading):
         """Set the values of a tensor that a factory, or a copy between devices, has just made."""
         if self._ignoring or self.records(operator, args, kwargs, result):
             return
-        uploads = len(on_device(args[:1])) < len(list(tensors_in(args[:1])))
+        uploads = len(on_device(args[:1])) < len(list(raw.tensors_in(args[:1])))
         fact = self._fact(operator, args, kwargs, uploads=uploads)
         if self.everything or not operator.undefined:
             self._make(operator, args, kwargs, result)
@@ -181,7 +172,7 @@ class Values(Reading):
         """
         answer = self.if_finite(operator.func, args) if operator.asks else None
         if answer is not None:
-            self._set_fact(result, Fact(torch.tensor(answer, device=CPU), assumed=True))
+            self._set_fact(result, Fact(torch.tensor(answer, device=raw.CPU), assumed=True))
             return None
         return None if operator.assumption is None else operator.assumption(self, args, result)
 
@@ -189,9 +180,9 @@ class Values(Reading):
         """Remember which copies in host memory, of unknown values, hold infinities."""
         if not self.facts.by_key:
             return
-        given = list(map(self.facts.infinity, tensors_in(args)))
+        given = list(map(self.facts.infinity, raw.tensors_in(args)))
         infinite = finite.passed_on(func._schema.name, given)
-        for tensor in tensors_in(result) if infinite else ():
+        for tensor in raw.tensors_in(result) if infinite else ():
             self._set_fact(tensor, Fact(infinite=infinite))
 
     def _set_fact(self, tensor: torch.Tensor, fact: Fact) -> None:
@@ -260,10 +251,7 @@ class Values(Reading):
         self, operator: Operator, args: Args, kwargs: Kwargs, targets: list[torch.Tensor]
     ) -> bool:
         """Return whether a write leaves all of its target known; else forget its values."""
-        written = {each for pair in operator.written for each in pair}
-        given = [*enumerate(args), *kwargs.items()]
-        read = [value for place, value in given if place not in written]
-        if self._unknown_among(read) is not True:
+        if self._unknown_among(operator.read(args, kwargs)) is not True:
             for target in targets:
                 key = storage_key(target)
                 if key in self._bases:

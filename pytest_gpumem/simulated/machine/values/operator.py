@@ -107,3 +107,9 @@ class Operator:
         return on_device(
             [args[at] if at < len(args) else kwargs.get(name) for at, name in self.written]
         )
+
+    def read(self, args: Args, kwargs: Kwargs) -> list[Any]:
+        """Return the arguments that it does not write to."""
+        written = {each for pair in self.written for each in pair}
+        given = [*enumerate(args), *kwargs.items()]
+        return [value for place, value in given if place not in written]

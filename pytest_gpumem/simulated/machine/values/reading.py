@@ -12,7 +12,6 @@ import psutil
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.cpu_kernels.kernels import in_float32
 from pytest_gpumem.simulated.machine.generators import drawn_from
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -25,8 +24,6 @@ from pytest_gpumem.simulated.machine.values.kept import KnownValues
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import arbitrary, layout_of, on_device, view_of
 from pytest_gpumem.simulated.machine.values.work import Work
-
-_as_strided = torch.as_strided
 
 
 class Reading(KnownValues):
@@ -70,7 +67,7 @@ class Reading(KnownValues):
             return None
         with torch._C._DisableTorchDispatch():
             real = self.of(tensor) if raw.is_on_device(tensor) else tensor
-            return None if real is None else _as_strided(real, (), ()).item()
+            return None if real is None else raw.as_strided(real, (), ()).item()
 
     def if_finite(self, func: Any, args: Args) -> bool | None:
         """Return the result of ``func`` where unknown numbers are finite, if that decides."""
@@ -156,7 +153,7 @@ class Reading(KnownValues):
             return used[-1]
         if isinstance(value, (list, tuple)):
             return type(value)([self._on_cpu(item, used) for item in value])
-        return CPU if isinstance(value, torch.device) else value
+        return raw.CPU if isinstance(value, torch.device) else value
 
     def run(self, operator: Operator, args: Sequence[Any], kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` on CPU tensors; ``None`` if the CPU has no kernel."""

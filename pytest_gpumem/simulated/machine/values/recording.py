@@ -60,7 +60,7 @@ class Recorder(ABC, Generic[P]):
         written = [args[at] for at, _ in operator.written if at < len(args)]
         targets += [view for view in written if isinstance(view, View)]
         args, kwargs, result, targets = self.described([args, kwargs, result, targets])
-        generator = self.generator_of(kwargs) if operator.random else None
+        generator = self._generator_of(kwargs) if operator.random else None
         self.steps.append(Step(operator, args, kwargs, result, targets, generator))
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -73,7 +73,7 @@ class Recorder(ABC, Generic[P]):
         def part(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 is_described = raw.is_on_device(value) and value.layout is torch.strided
-                return View(layout_of(value), self.place_of(value)) if is_described else value
+                return View(layout_of(value), self._place_of(value)) if is_described else value
             return raw.CPU if isinstance(value, torch.device) else value
 
         return tree_map(part, value)
@@ -83,7 +83,7 @@ class Recorder(ABC, Generic[P]):
         for step in self.steps:
             if not computes or not self._repeat(step):
                 for view in (*step.targets, *_views_in(step.result)):
-                    self.forget(view)
+                    self._forget(view)
 
     def _repeat(self, step: Step[P]) -> bool:
         """Return whether the results of a call are known now."""
@@ -92,7 +92,7 @@ class Recorder(ABC, Generic[P]):
             return False
         if operator.uninitialized:
             for view in _views_in(step.result):
-                self.mark_uninitialized(view)
+                self._mark_uninitialized(view)
             return True
 
         def real(part: Any) -> Any:
@@ -101,7 +101,7 @@ class Recorder(ABC, Generic[P]):
             is_read = not operator.shaped_like
             if operator.overwrites and part in step.targets:
                 is_read = False
-            memory = self.memory(part, is_read=is_read)
+            memory = self._seen(part, is_read=is_read)
             if memory is None:
                 raise KeyError
             return memory
@@ -110,11 +110,11 @@ class Recorder(ABC, Generic[P]):
             args, kwargs = tree_map(real, (step.args, step.kwargs))
         except KeyError:  # an argument that is not known
             return False
-        computed = self.run(operator, args, kwargs, step.generator)
+        computed = self._run(operator, args, kwargs, step.generator)
         if computed is None:
             return False
         for target in step.targets:
-            self.mark_known(target)
+            self._mark_known(target)
         # Some write to an argument and return something else: batch norm, rrelu with noise.
         self._write(step.result, computed, {target.place for target in step.targets})
         return True
@@ -123,9 +123,9 @@ class Recorder(ABC, Generic[P]):
         if isinstance(result, View):
             memory = None
             if result.place not in written:
-                memory = self.memory(result, is_read=False)
+                memory = self._seen(result, is_read=False)
             if memory is not None:
-                keep = self.mark_known if is_written(memory, computed) else self.forget
+                keep = self._mark_known if is_written(memory, computed) else self._forget
                 keep(result)
         elif isinstance(result, (list, tuple)):
             given = computed if isinstance(computed, (list, tuple)) else [None] * len(result)
@@ -133,33 +133,33 @@ class Recorder(ABC, Generic[P]):
                 self._write(one, other, written)
 
     @abstractmethod
-    def place_of(self, tensor: torch.Tensor) -> P:
+    def _place_of(self, tensor: torch.Tensor) -> P:
         """Return the place of the storage of ``tensor``."""
 
     @abstractmethod
-    def generator_of(self, kwargs: Kwargs) -> torch.Generator | None:
+    def _generator_of(self, kwargs: Kwargs) -> torch.Generator | None:
         """Return a generator with the state that a random operator draws from now."""
 
     @abstractmethod
-    def memory(self, view: View[P], *, is_read: bool) -> torch.Tensor | None:
+    def _seen(self, view: View[P], *, is_read: bool) -> torch.Tensor | None:
         """Return ``view`` as a CPU tensor; ``None`` if it is not there, or unknown and read."""
 
     @abstractmethod
-    def run(
+    def _run(
         self, operator: Operator, args: Args, kwargs: Kwargs, generator: torch.Generator | None
     ) -> Any:
         """Return the result of a call on CPU tensors; ``None`` if the CPU has no kernel."""
 
     @abstractmethod
-    def mark_uninitialized(self, view: View[P]) -> None:
+    def _mark_uninitialized(self, view: View[P]) -> None:
         """Note that ``view`` is memory with arbitrary values: it may be written to in part."""
 
     @abstractmethod
-    def mark_known(self, view: View[P]) -> None:
+    def _mark_known(self, view: View[P]) -> None:
         """Note that ``view`` has been written to."""
 
     @abstractmethod
-    def forget(self, view: View[P]) -> None:
+    def _forget(self, view: View[P]) -> None:
         """Mark the values of ``view`` as unknown."""
 
 

@@ -8,11 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.raw import CPU
-from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD
-
-_empty_strided = torch.empty_strided
-_as_strided = torch.as_strided
+from pytest_gpumem.simulated.machine.signatures import UNREAD
 
 
 class Layout(NamedTuple):
@@ -46,9 +42,9 @@ def view_of(base: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return the view of ``base``, all elements of a storage, that has ``layout``."""
     shape, stride, offset, dtype, is_conj, is_neg = layout
     if base.dtype == dtype:
-        view = _as_strided(base, shape, stride, offset)
+        view = raw.as_strided(base, shape, stride, offset)
     else:
-        view = raw.empty(0, dtype=dtype, device=CPU)
+        view = raw.empty(0, dtype=dtype, device=raw.CPU)
         view.set_(base.untyped_storage(), offset, shape, stride)
     view = view.conj() if is_conj else view
     return torch._neg_view(view) if is_neg else view
@@ -80,7 +76,7 @@ def arbitrary(value: Any) -> Any:
     """Return a CPU tensor of the shape of ``value`` with arbitrary values; others as they are."""
     if not isinstance(value, torch.Tensor):
         return value
-    return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)
+    return raw.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=raw.CPU)
 
 
 def on_device(values: Any) -> list[torch.Tensor]:

@@ -177,11 +177,7 @@ def with_cache(
     if swapped:
         q = q.reshape(batch, key_heads, heads // key_heads, size).transpose(1, 2)
         length, heads = heads // key_heads, key_heads
-    q, wide_keys, wide_values = (
-        with_padded_heads(q),
-        with_padded_heads(k_cache),
-        with_padded_heads(v_cache),
-    )
+    q, wide_keys, wide_values = map(with_padded_heads, (q, k_cache, v_cache))
     out, lse = _results(q)
     given = [with_padded_heads(each) for each in new if each is not None]
     parts = _parts(q, batch, heads, length, keys, num_splits)
