@@ -21,7 +21,14 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import INDEXABLE, accumulated, suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Rule, Scratch, borrow
+from pytest_gpumem.simulated.operators.rules import (
+    Composite,
+    Gradients,
+    Rule,
+    Scratch,
+    borrow,
+    decompose,
+)
 
 _LARGEST_BATCH = {True: 880_801, False: 65_535}
 """Most samples that cuDNN normalises, by whether it trains."""
@@ -56,7 +63,7 @@ def batch_norm(gpu: GPU, *args: Any) -> Tensor:
     """``aten::batch_norm`` as CUDA takes it apart."""
     input, weight, bias = args[:3]
     if not (input.is_cuda and _by_cudnn(gpu, *args[:6])):
-        return torch.ops.aten.batch_norm.default.decompose(*args)  # type: ignore[no-any-return]  # an operator
+        return decompose(torch.ops.aten.batch_norm.default, *args)
     kept = [input.contiguous(memory_format=suggested_format(input))]
     kept += [weight.contiguous(), bias.contiguous()]
     output: Tensor

@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.views import layout_of
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, decompose
 
 
 def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bool) -> Tensor:
@@ -32,7 +32,7 @@ def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bo
     """
     is_wide = self.is_floating_point() or self.is_complex()
     if not (equal_nan and is_wide and self.dtype == other.dtype and rtol >= 0 and atol >= 0):
-        return torch.ops.aten.isclose.default.decompose(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
+        return decompose(torch.ops.aten.isclose.default, self, other, rtol, atol, equal_nan)
     close = self == other
     are_nan, others = self.isnan(), other.isnan()
     close.__ior__(are_nan.__iand__(others))

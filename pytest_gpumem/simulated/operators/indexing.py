@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE, count_set
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, decompose
 
 _aten = torch.ops.aten
 _FLAGS = frozenset({torch.bool, torch.uint8})
@@ -294,7 +294,7 @@ def _unfold_backward(
 def one_hot(self: Tensor, num_classes: int) -> Tensor:
     """``aten::one_hot`` (native/Onehot.cpp): ones are scattered into zeros, unlike on ``meta``."""
     if self.dtype != torch.int64 or not self.numel() or num_classes < -1 or num_classes == 0:
-        return _aten.one_hot.default.decompose(self, num_classes)  # type: ignore[no-any-return]  # an operator
+        return decompose(_aten.one_hot.default, self, num_classes)
     if num_classes == -1:
         num_classes = int(self.max().item()) + 1
     result = torch.zeros((*self.shape, num_classes), dtype=self.dtype, device=self.device)

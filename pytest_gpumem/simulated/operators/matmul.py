@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, is_dense
 from pytest_gpumem.simulated.operators.quantized import refuse
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, decompose
 
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -186,7 +186,7 @@ def _mv(gpu: GPU, self: Tensor, vec: Tensor, result: Tensor, mat: Tensor | None 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``aten::linear`` as CUDA takes it apart: the bias is added in place where it is added."""
     if bias is None or input.dim() <= 2 or input.is_contiguous():
-        return torch.ops.aten.linear.default.decompose(input, weight, bias)  # type: ignore[no-any-return]  # an operator
+        return decompose(torch.ops.aten.linear.default, input, weight, bias)
     return torch.matmul(input, weight.t()).add_(bias)
 
 

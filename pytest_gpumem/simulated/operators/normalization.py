@@ -31,6 +31,7 @@ from pytest_gpumem.simulated.operators.rules import (
     Scratch,
     borrow,
     copies_of,
+    decompose,
     first_of,
 )
 
@@ -58,7 +59,7 @@ def rms_norm(
     ):
         fused = _aten._fused_rms_norm(input, normalized_shape, weight, eps)
         return first_of(fused)  # type: ignore[no-any-return]  # an operator
-    return _aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # an operator
+    return decompose(_aten.rms_norm.default, input, normalized_shape, weight, eps)
 
 
 # Layer norm and root mean square norm.

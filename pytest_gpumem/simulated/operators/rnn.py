@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.machine.cpu_kernels import recurrent
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.operators import cudnn_rnn
-from pytest_gpumem.simulated.operators.rules import Composite, Scratch, is_traced
+from pytest_gpumem.simulated.operators.rules import Composite, Scratch, decompose, is_traced
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _DTYPES = frozenset({torch.float16, torch.float32, torch.float64})
@@ -121,7 +121,7 @@ def _layer(name: str, overload: Any, gpu: GPU, *args: Any) -> Any:
     has_cell = not is_packed and name in ("lstm", "gru")
     if has_cell and input.is_cuda and not is_traced(input):
         return run_in_steps(gpu, name, input, hx, params, shape)
-    return overload.decompose(*args)
+    return decompose(overload, *args)
 
 
 def _run(
@@ -257,7 +257,7 @@ def _backward(
 def _lstm_cell(*args: Any) -> Any:
     input, hx, *parameters = args
     if not input.is_cuda:
-        return _aten.lstm_cell.default.decompose(*args)
+        return decompose(_aten.lstm_cell.default, *args)
     return _lstm_step(input, (hx[0], hx[1]), parameters)
 
 
@@ -271,7 +271,7 @@ def _lstm_step(input: Tensor, state: tuple[Tensor, Tensor], parameters: Any) -> 
 def _gru_cell(gpu: GPU, *args: Any) -> Any:
     input, hx, *parameters = args
     if not input.is_cuda:
-        return _aten.gru_cell.default.decompose(*args)
+        return decompose(_aten.gru_cell.default, *args)
     if is_traced(input):
         # torch has no shapes for it: compiled code breaks here, and continues after it.
         raise UnsupportedOperatorException(_aten._thnn_fused_gru_cell.default)

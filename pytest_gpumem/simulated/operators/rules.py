@@ -202,6 +202,10 @@ def on_machine(
     return call
 
 
+decompose: Callable[..., Any] = OpOverload.decompose
+"""Runs the composite kernel of an operator; torch's own, also while compilers have another."""
+
+
 @cache
 def _bound(
     composite: Composite, func: OpOverload
