@@ -97,6 +97,28 @@ def _of_halves(
     return whole(self, dim, dtype)
 
 
+_MEAN = 1
+"""at::Reduction."""
+
+
+def soft_margin_loss_backward(
+    grad_output: Tensor, self: Tensor, target: Tensor, reduction: int
+) -> Tensor:
+    """``aten::soft_margin_loss_backward`` as its native function computes it.
+
+    On ``meta`` that gives the gradient of a transposed input another layout.
+    """
+    norm = 1.0 / self.numel() if reduction == _MEAN else 1.0
+    negative = -target
+    # In C++ both live until their expression ends, the later one first.
+    product = negative * self
+    exponential = torch.exp(product)
+    del product, negative
+    result = (target * exponential).mul_(-norm)
+    exponential.add_(1)
+    return result.div_(exponential).mul_(grad_output)
+
+
 def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
     reductions.reduce(gpu, (elements,), (1,), dtype, None, reductions.SUMS)
 
@@ -182,6 +204,7 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
 }
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
+    "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
     "aten._ctc_loss_backward.default": _ctc_backward,
 }
 
