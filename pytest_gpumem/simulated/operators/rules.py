@@ -202,7 +202,7 @@ def on_machine(
     return call
 
 
-decompose: Callable[..., Any] = OpOverload.decompose
+decompose: Callable[..., Tensor] = OpOverload.decompose
 """Runs the composite kernel of an operator; torch's own, also while compilers have another."""
 
 
