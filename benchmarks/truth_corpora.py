@@ -154,7 +154,11 @@ def _written(op: Any, given: Any, dtype: str, record: Record) -> None:
         result = op(first, *args, **kwargs)
         for name, likes in (("empty", lambda one: one.new_empty(0)), ("sized", torch.empty_like)):
             out = likes(result) if isinstance(result, torch.Tensor) else tuple(map(likes, result))
-            record(name, partial(op, first, *args, **kwargs, out=out))
+
+            def write(out: Any = out) -> Any:
+                return op(first, *args, **kwargs, out=out)
+
+            record(name, write)
 
 
 def _changed(op: Any, given: Any, dtype: str, record: Record) -> None:
