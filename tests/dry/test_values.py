@@ -295,10 +295,12 @@ def test_results_are_written_to_tensors_that_grow():
     # Its columns are contiguous, and CUDA fills it with zeros first.
     inverse = torch.linalg.inv(2 * torch.eye(2, device="cuda"), out=torch.empty(0, device="cuda"))
     assert inverse.tolist() == [[0.5, 0], [0, 0.5]]
-    place = torch.zeros(1, 3, dtype=torch.int64, device="cuda")
-    place[:, 0] += 1
+
+def test_computes_with_sparse_tensors_that_were_copied():
+    place, numbers = torch.tensor([[1, 0, 0]]).cuda(), torch.tensor([1.0, 2.0, 4.0]).cuda()
     sparse = torch.sparse_coo_tensor(place, numbers, (2,))
-    assert (sparse / 2).to_dense().tolist() == [1.5, 0]
+    assert (sparse / 2).to_dense().tolist() == [3, 0.5]
+    assert (sparse * 2 + sparse).sum() == 21
 
 def test_fails_after_an_assumption():
     weight = torch.rand(4, device="cuda", requires_grad=True)

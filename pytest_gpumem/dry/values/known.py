@@ -13,7 +13,7 @@ from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, is_out
-from pytest_gpumem.simulated.machine.storages import Storages, storage_key
+from pytest_gpumem.simulated.machine.storages import Storages, parts_of_sparse, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.known import Values
@@ -49,7 +49,10 @@ class DryValues(Values):
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the values of ``tensors`` that copies, and no followed operator, have written."""
         for tensor in tensors:
-            if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            if tensor.layout is not torch.strided:
+                self.track(parts_of_sparse(tensor))
+                continue
+            if tensor.is_nested or tensor.is_quantized:
                 continue
             key = storage_key(tensor)
             if key in self._bases:
