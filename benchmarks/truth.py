@@ -182,7 +182,7 @@ def main() -> int:
 def known_families() -> set[str]:
     """Return the families of ``truth_known.txt``, which stand under their reasons.
 
-    What is known of an operator is so with any layout of its arguments.
+    A family of the corpus ``op`` is also known in the other corpora of operators.
     """
     lines = KNOWN.read_text(encoding="utf-8").splitlines()
     known = {line for line in lines if line and not line.startswith("#")}

@@ -48,7 +48,7 @@ class Collected:
     rootpath: Path
     """Pytest's rootdir, to which module paths are relative."""
     nodeids: Iterable[str]
-    """Of all collected items, deselected ones included."""
+    """The node ids of all collected items, deselected ones included."""
     incomplete: Mapping[str, str] = field(default_factory=dict)
     """Reason by module why its ids may be incomplete."""
     partial: str = ""

@@ -226,9 +226,9 @@ def is_composite(func: Any) -> bool:
 
 _WRITTEN_IN_PARTS = torch._C.DispatchKey.CompositeExplicitAutograd
 _WITH_KERNEL = frozenset(f"aten::{name}" for name in ("_chunk_cat", "split_with_sizes_copy"))
-"""Operators whose ``out`` has a kernel of CUDA, though none of the CPU."""
+"""Operators whose overload with ``out`` has a CUDA kernel but no CPU kernel."""
 _IN_PLACE = frozenset({"aten::cummax", "aten::cummin"})
-"""Operators that write to ``out`` directly, by a kernel that ``meta`` does not have."""
+"""Operators that write to ``out`` by a kernel which has no ``meta`` implementation."""
 
 
 def is_written_in_parts(func: Any) -> bool:

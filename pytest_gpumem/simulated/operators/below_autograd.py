@@ -51,7 +51,7 @@ _KEYS = (
     torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
     torch._C.DispatchKey.CPU,
 )
-"""Of a kernel that takes no notice of the device."""
+"""Dispatch keys of kernels that do the same on every device; an operator runs its first one."""
 
 
 def _as_built(name: str, *args: Any) -> Any:
@@ -91,8 +91,9 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
         ("atol_rtol_float_out", "atol_rtol_float"),
     )
 }
-"""Of tensors that a dispatch mode sees, torch's own leaves ``out`` as it was (matrix_rank_impl of
-aten/src/ATen/native/LinearAlgebra.cpp, 2.6 to 2.15)."""
+"""Replacements by overload. Under a dispatch mode torch's own function returns a new tensor and
+does not write to ``out`` (matrix_rank_impl of aten/src/ATen/native/LinearAlgebra.cpp, 2.6 to
+2.15)."""
 
 
 def _fft_r2c_out(

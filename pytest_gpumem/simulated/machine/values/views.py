@@ -62,13 +62,13 @@ def is_written(memory: torch.Tensor, computed: Any) -> bool:
 
 
 def covers(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor``, no two elements of which are one, is all of its storage."""
+    """Return whether ``tensor``, whose elements do not overlap, fills its storage."""
     nbytes: int = tensor.untyped_storage().nbytes()
     return is_dense(tensor) and tensor.numel() == nbytes // tensor.dtype.itemsize
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is the first elements of its storage, in any order."""
+    """Return whether ``tensor`` begins its storage and leaves no gap between its elements."""
     return layout_of(tensor).end == max(tensor.numel(), 1) * tensor.dtype.itemsize
 
 
