@@ -1,4 +1,4 @@
-"""Operators that are taken apart, what they call being followed, and those of other libraries.
+"""Operators that run other operators: composite ones, those of other libraries, and collectives.
 
 What a library's kernel in C++ calls of torch is followed, but not its own kernels. They write to
 tensors that it has made before, as torchvision's ``nms`` to the mask of the boxes that it keeps
@@ -55,7 +55,7 @@ class Parts:
         return result
 
     def _write(self, result: Any, args: Args, kwargs: Kwargs) -> None:
-        """Note what it has written."""
+        """Tell graphs that are captured or replayed that the written numbers are unknown."""
         if self._graphs is not None:
             for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
                 if tensor.is_cuda:
@@ -158,7 +158,8 @@ class _Collective(Parts):
 
 
 _OPERATIONS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
-"""By ``ncclRedOp_t`` of nccl.h; what follows is made for a number to multiply by."""
+"""Names of reductions, each at the index of its ``ncclRedOp_t`` (nccl.h); higher numbers are
+operations that NCCL makes to multiply by a factor."""
 
 
 def _operation(given: Mapping[str, Any], number: int) -> str:
