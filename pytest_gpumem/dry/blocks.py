@@ -7,8 +7,7 @@ Autograd's threads, one for each device, hold the last task until they wait for 
 has run for ``torch.autograd.grad`` holds its results (``future_result_`` of
 torch/csrc/autograd/graph_task.h). The thread drops it after it has woken the caller
 (``Engine::thread_main`` of torch/csrc/autograd/engine.cpp, torch 2.6 to 2.15), which on a busy
-machine is after the caller's memory has been read. To give back Python objects it needs Python's
-lock, which the caller has.
+machine is after the caller's memory has been read.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +28,6 @@ from pytest_gpumem.measurement.leftover import LeftoverSpace
 from pytest_gpumem.simulated.common.patching import Patches
 
 _HELD = frozenset({torch.Tensor, torch.nn.Parameter})
-
-_AUTOGRAD = "pt_autograd_"
-"""The beginning of the names of autograd's threads, before the index of the device."""
 
 BlockNumbers = tuple[int, int]
 """Numbers of blocks: above the first, up to the second."""
@@ -155,27 +150,50 @@ class LeftoverBlocks(LeftoverSpace):
 
 
 def wait_for_threads() -> None:
-    """Wait until autograd's running threads have dropped their last tasks."""
-    for index in _devices():
-        with torch.enable_grad():
-            # Without elements: nothing is allocated, and no kernel runs.
-            leaf = torch.empty(0, device=f"cuda:{index}", requires_grad=True)
-            root = leaf.view(0)
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.run_backward(
-            (root,), (leaf.detach(),), False, False, (leaf,), allow_unreachable=True
-        )
+    """Wait until autograd's threads have dropped their last tasks: run another one in each.
+
+    Its node gives a gradient on as it is: nothing is allocated, and no operator runs.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    for leaf, root, gradient in _EMPTY_GRAPHS.values():
+        engine.run_backward((root,), (gradient,), True, False, (leaf,), True)
+
+
+_EMPTY_GRAPHS: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+"""By GPU: a leaf without elements, its alias, and the alias' gradient."""
+
+
+def _make_empty_graphs() -> None:
+    """Make what :func:`wait_for_threads` runs on each GPU, before a test, whose nodes count."""
+    for index in range(torch.cuda.device_count()):
+        if index not in _EMPTY_GRAPHS and torch._C._cuda_hasPrimaryContext(index):
+            with torch.enable_grad():
+                leaf = torch.empty(0, device=f"cuda:{index}", requires_grad=True)
+                root = torch.ops.aten.alias(leaf)
+            _EMPTY_GRAPHS[index] = leaf, root, root.detach()
 
 
 @contextmanager
 def passes_dropped() -> Iterator[None]:
-    """Leave Python's lock to autograd's threads after each pass inside, so that they drop it."""
+    """Return from a pass inside when autograd's threads have dropped it.
+
+    Not where the wait would be seen: in another pass, in a CUDA graph and in a profile. There the
+    threads only get Python's lock.
+    """
 
     def run(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return engine(*args, **kwargs)
         finally:
-            time.sleep(0)
+            is_seen = (
+                torch._C._current_graph_task_id() != -1
+                or torch._C._autograd._profiler_enabled()
+                or torch.cuda.is_current_stream_capturing()
+            )
+            if is_seen:
+                time.sleep(0)
+            else:
+                wait_for_threads()
 
     patches = Patches()
     for module in (torch.autograd, torch.autograd.graph):
@@ -186,12 +204,5 @@ def passes_dropped() -> Iterator[None]:
 
 def restart_numbering() -> None:
     """Count the nodes of every thread from zero, as in a new process (``source/numbers.c``)."""
+    _make_empty_graphs()
     ctypes.CDLL(None).pytest_gpumem_dry_number_anew()
-
-
-def _devices() -> Iterator[int]:
-    for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError, ValueError):  # it has ended meanwhile, or has no device
-            name = (thread / "comm").read_text().strip()
-            if name.startswith(_AUTOGRAD):
-                yield int(name.removeprefix(_AUTOGRAD))
