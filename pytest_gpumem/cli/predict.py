@@ -92,7 +92,7 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
         return _answer(arguments.target, predict_test(nodeid, gpus, dry=True), fit.DRY)
     if kind == CUDA:
         return _answer(arguments.target, [_measured_here(arguments.target)], fit.MEASURED)
-    from pytest_gpumem.prediction.child import UNBOUNDED
+    from pytest_gpumem.prediction.process import UNBOUNDED
 
     predictions = []
     for gpu in gpus:

@@ -22,8 +22,8 @@ from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.options import VALUES_LIMIT
-from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.prediction.compiled import Mode
+from pytest_gpumem.prediction.process import UNBOUNDED
 from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.distributed.worst import RankPeak, Worst
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu

@@ -30,8 +30,8 @@ from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.prediction.function import device_here
+from pytest_gpumem.prediction.process import UNBOUNDED
 from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
 from pytest_gpumem.script.process import ITERATION, LOAD, Request, ScriptResult
