@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
-from pytest_gpumem.cli.fit import CONTEXT, fit_table
+from pytest_gpumem.cli.predict import CONTEXT, fit_table
 from pytest_gpumem.cli.target import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.quoting import printable, quoted

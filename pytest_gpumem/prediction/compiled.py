@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.explain import Change, explain
 from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.compiled.entry import EAGER as NOTHING
 from pytest_gpumem.simulated.compiled.settings import tell_of_compiled_code
@@ -54,12 +52,6 @@ def compare(predicting: Callable[[Mode], Sequence[Prediction]]) -> tuple[Pairs, 
     by_itself = any(tell_of_compiled_code(one.notes) for one in eager)
     compiled = predicting(Mode(COMPILED, modules=not by_itself))
     return tuple(zip(eager, compiled, strict=True)), by_itself
-
-
-def changes_by_line(eager: Prediction, compiled: Prediction, phase: str = "") -> list[Change]:
-    """Return the changes by compiling at the peak of a phase, or of all; the largest first."""
-    sites = (map(Site.from_dict, one.sites.get(phase, ())) for one in (compiled, eager))
-    return list(explain(*sites, compiled=True))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -289,12 +289,9 @@ class _Runs:
         """Run the tests; other plugins' hooks here are for one run on one machine."""
         if session.testsfailed:
             return None
-        compiled: AbstractContextManager[None] = nullcontext()
-        if self._request.modules_compiled:
-            from pytest_gpumem.prediction.compiled import modules_compiled  # imports torch
+        from pytest_gpumem.prediction.compiled import modules_compiled  # imports torch
 
-            compiled = modules_compiled()
-        with compiled:
+        with modules_compiled() if self._request.modules_compiled else nullcontext():
             for machine in self._request.machines:
                 found = self._run(session.items, machine)
                 short = [item for item in session.items if item.nodeid in self._short]
