@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -219,10 +218,3 @@ _KINDS = {
     OPTIMIZER_STATE: "optimizer state",
     WORKSPACE: "workspace",
 }
-
-
-def shown(path: str) -> str:
-    """Return ``path`` relative to the current folder where it lies below it."""
-    folder = Path.cwd()
-    full = Path(path)
-    return full.relative_to(folder).as_posix() if full.is_relative_to(folder) else path
