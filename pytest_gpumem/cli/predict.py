@@ -37,6 +37,7 @@ from pytest_gpumem.cli.target import (
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.option_values import DEFAULT_GPU
+from pytest_gpumem.prediction.process import AS_IT_IS, UNBOUNDED, Mode, predict_test
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.gpu.catalogue import GPUS
 from pytest_gpumem.sizes import format_change, format_size
@@ -45,7 +46,7 @@ from pytest_gpumem.values.errors import SimulationError
 from pytest_gpumem.values.prediction import Prediction
 
 if TYPE_CHECKING:
-    from pytest_gpumem.prediction.compiled import Mode, Pairs
+    from pytest_gpumem.prediction.function import Pairs
 
 LINE, LAYER = "line", "layer"
 
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     if not arguments.compile:
         return _answer(arguments.target, _simulated(arguments, gpus))
 
-    from pytest_gpumem.prediction.compiled import compare  # imports torch
+    from pytest_gpumem.prediction.function import compare  # imports torch
 
     pairs, by_itself = compare(lambda mode: _simulated(arguments, gpus, mode))
     return Answer(
@@ -115,13 +116,10 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
             f"--device {kind} out"
         )
     if "::" in arguments.target and kind == DRY:
-        from pytest_gpumem.prediction.process import predict_test
-
         nodeid = checked_nodeid(arguments.target)
         return _answer(arguments.target, predict_test(nodeid, gpus, dry=True), BY_DRY)
     if kind == CUDA:
         return _answer(arguments.target, [_measured_here(arguments.target)], BY_GPU)
-    from pytest_gpumem.prediction.process import UNBOUNDED
 
     predictions = []
     for gpu in gpus:
@@ -151,11 +149,10 @@ def _measured_here(text: str) -> Prediction:
 
 
 def _simulated(
-    arguments: argparse.Namespace, gpus: Sequence[str], mode: Mode | None = None
+    arguments: argparse.Namespace, gpus: Sequence[str], mode: Mode = AS_IT_IS
 ) -> list[Prediction]:
     """Return the need of the target on each of ``gpus``, of the worst of each number of ranks."""
     from pytest_gpumem.prediction.function import predict
-    from pytest_gpumem.prediction.process import predict_test
     from pytest_gpumem.simulating import simulate
 
     text: str = arguments.target

@@ -7,6 +7,7 @@ switched off: reports, caches, baselines, workers, debuggers.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -14,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,6 @@ from pytest_gpumem.values.serialization import Plain
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
-    from pytest_gpumem.prediction.compiled import Mode
     from pytest_gpumem.values.world import RequestedRank
 
 REQUEST = "PYTEST_GPUMEM_REQUEST"
@@ -67,8 +67,29 @@ INI = (
 """Settings of the ini file that are overridden, as values of ``-o``."""
 
 
+EAGER, COMPILED = "eager", "compiled"
+
+
 class PredictionError(ValueError):
     """A program that cannot be predicted; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Mode(Plain):
+    """A way to run a program."""
+
+    code: str = ""
+    """:data:`EAGER` or :data:`COMPILED`."""
+    modules: bool = False
+    """Whether its modules are compiled because the program itself compiles nothing."""
+
+    @property
+    def compile(self) -> str:
+        """The argument ``compile`` of ``simulate``, for its calls of ``torch.compile``."""
+        return "eager" if self.code == EAGER else "auto"
+
+
+AS_IT_IS = Mode()
 
 
 @dataclass(frozen=True)
@@ -84,8 +105,7 @@ class Request(Plain):
     """Further values of ``config.option``, by name; none for a dry device."""
     seconds: float | None = None
     """Seconds after which no other test begins, and a running one gets as long again."""
-    modules_compiled: bool = False
-    """Whether each module that a test calls is compiled."""
+    mode: Mode = AS_IT_IS
     dry: bool = False
     """Whether each machine is a dry device, in a process of its own."""
 
@@ -148,6 +168,8 @@ def _answers(
         given = list(arguments)
         end = given.index("--") if "--" in given else len(given)
         options = ["-p", __name__]
+        if request.mode.code:
+            options.append(f"--gpumem-sim-compile={request.mode.compile}")
         for setting in (f"cache_dir={own / 'cache'}", *INI):
             options += ["-o", setting]
         try:
@@ -182,7 +204,7 @@ def last_words(ran: subprocess.CompletedProcess[str]) -> str:
 
 
 def predict_test(
-    nodeid: str, gpus: Sequence[str], *, mode: Mode | None = None, dry: bool = False
+    nodeid: str, gpus: Sequence[str], *, mode: Mode = AS_IT_IS, dry: bool = False
 ) -> list[Prediction]:
     """Run a test on simulated or ``dry`` GPUs, in a process of its own; return the result for each.
 
@@ -192,16 +214,9 @@ def predict_test(
     ``nodeid`` is not one test, or does not run there.
     """
     models = {model.name: model for model in map(find_gpu, gpus)}
+    machines = tuple(Machine(model, 1) for model in models.values())
     try:
-        request = Request(
-            (nodeid,),
-            tuple(Machine(model, 1) for model in models.values()),
-            unbounded=True,
-            modules_compiled=mode is not None and mode.modules,
-            dry=dry,
-        )
-        compile = [] if mode is None else [f"--gpumem-sim-compile={mode.compile}"]
-        answers = run_tests(request, compile)
+        answers = run_tests(Request((nodeid,), machines, unbounded=True, mode=mode, dry=dry))
     except ValueError as error:
         raise PredictionError(f"{nodeid} was not run: {error}") from error
     tests = {answer.nodeid for answer in answers}
@@ -209,15 +224,14 @@ def predict_test(
         raise PredictionError(
             f"{nodeid} names {len(tests)} tests; give one of them, like {min(tests)}"
         )
-    return [_prediction(models[answer.gpu], answer, mode) for answer in answers]
+    return [_prediction(models[answer.gpu], answer, mode.code) for answer in answers]
 
 
-def _prediction(model: GpuModel, answer: MachineResult, mode: Mode | None) -> Prediction:
+def _prediction(model: GpuModel, answer: MachineResult, code: str) -> Prediction:
     if not answer.measured or answer.record is None or answer.record.measurement is None:
         why = answer.problem or "it allocates nothing on the device"
         raise PredictionError(f"{answer.nodeid} cannot be predicted for {model.name}: {why}")
     measured = answer.record.measurement
-    code = mode.code if mode else ""
     return Prediction.of(measured, model.name, model.total_memory, fits=answer.fits, code=code)
 
 
@@ -289,9 +303,7 @@ class _Runs:
         """Run the tests; other plugins' hooks here are for one run on one machine."""
         if session.testsfailed:
             return None
-        from pytest_gpumem.prediction.compiled import modules_compiled  # imports torch
-
-        with modules_compiled() if self._request.modules_compiled else nullcontext():
+        with modules_compiled() if self._request.mode.modules else nullcontext():
             for machine in self._request.machines:
                 found = self._run(session.items, machine)
                 short = [item for item in session.items if item.nodeid in self._short]
@@ -346,3 +358,35 @@ def _problem(report: pytest.TestReport) -> str:
     crash = getattr(longrepr, "reprcrash", None)
     text = crash.message if crash else report.longreprtext
     return next(filter(None, map(str.strip, text.splitlines())), report.outcome)
+
+
+@contextmanager
+def modules_compiled() -> Iterator[None]:
+    """Compile the modules called inside: each one that no other module calls."""
+    import torch
+
+    call = torch.nn.Module.__call__
+    made: list[torch.nn.Module] = []
+    inside = False
+
+    @functools.wraps(call)
+    def compiling(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return call(self, *args, **kwargs)
+        if self._compiled_call_impl is None:
+            self.compile()
+            made.append(self)
+        inside = True
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            inside = False
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch.nn.Module, "__call__", compiling)
+        try:
+            yield
+        finally:
+            for module in made:
+                module._compiled_call_impl = None
