@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,7 +59,13 @@ def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
         raise TargetError(f"{quoted(text)} is not a target; {FORMS}")
-    function = _function(text, _module(text, place), name)
+    module = _module(text, place)
+    try:
+        function: Any = attrgetter(name)(module)
+    except AttributeError:
+        raise TargetError(f"{text}: {module.__name__} has no {name}") from None
+    if not callable(function):
+        raise TargetError(f"{text}: {name} is {type(function).__name__}, not a function")
     if takes_arguments:
         return function
     try:
@@ -112,18 +119,6 @@ def _module(text: str, place: str) -> ModuleType:
         raise TargetError(
             f"{text}: importing {place} raised {type(error).__name__}: {error}"
         ) from error
-
-
-def _function(text: str, module: ModuleType, name: str) -> Callable[[], Any]:
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise TargetError(f"{text}: {module.__name__} has no {name}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise TargetError(f"{text}: {name} is {type(found).__name__}, not a function")
-    function: Callable[[], Any] = found
-    return function
 
 
 CUDA, DRY, SIM = "cuda", "dry", "sim"
