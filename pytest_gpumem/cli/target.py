@@ -123,6 +123,8 @@ def _module(text: str, place: str) -> ModuleType:
 
 CUDA, DRY, SIM = "cuda", "dry", "sim"
 _PREFIX = "gpumem: "
+_BEGIN = '{\n  "target": '
+"""The begin of an answer in JSON, below what the code has printed."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,10 @@ def answer_on_dry(given: Sequence[str], gpu: str, *, memory: int | None = None) 
     if done.returncode == BAD_INPUT and refusals:
         raise ValueError(refusals[-1].removeprefix(_PREFIX))
     sys.stderr.write(done.stderr)
+    printed, begin, answer = done.stdout.rpartition(_BEGIN)
+    sys.stdout.write(printed)
     try:
-        return json.loads(done.stdout)
+        return json.loads(begin + answer)
     except ValueError:
         raise ValueError(
             f"the process on the dry {gpu} ended with code {done.returncode}"
