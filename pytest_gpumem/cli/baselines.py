@@ -26,9 +26,19 @@ if TYPE_CHECKING:
 
 def prune(arguments: argparse.Namespace) -> Answer:
     """Remove them; raises ``ValueError`` where pytest cannot collect the project's tests."""
+    import pytest
+
     folder: Path = arguments.baselines
     files = read_folder(folder)
-    collected = _collected()
+    found, output = _Collector(), StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[found])
+    if found.failed:
+        raise ValueError(f"pytest cannot collect {printable(found.failed[0])}: nothing was dropped")
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        last = [line for line in output.getvalue().splitlines() if line.strip()][-1:]
+        raise ValueError(f"pytest collected no tests: {printable(''.join(last))}")
+    collected = Collected(found.rootpath, found.nodeids)
     store = BaselineStore(folder)
     dropped, kept = [], 0
     for module, content in files:
@@ -75,20 +85,6 @@ class _Collector:
         """Keep the modules that could not be collected."""
         if report.failed:
             self.failed.append(report.nodeid)
-
-
-def _collected() -> Collected:
-    import pytest
-
-    found, output = _Collector(), StringIO()
-    with redirect_stdout(output), redirect_stderr(output):
-        code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[found])
-    if found.failed:
-        raise ValueError(f"pytest cannot collect {printable(found.failed[0])}: nothing was dropped")
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        last = [line for line in output.getvalue().splitlines() if line.strip()][-1:]
-        raise ValueError(f"pytest collected no tests: {printable(''.join(last))}")
-    return Collected(found.rootpath, found.nodeids)
 
 
 def move(arguments: argparse.Namespace) -> Answer:

@@ -140,21 +140,21 @@ def _header(
         kinds = (side.environments[key].kind.strip() or "measured" for key in keys)
         known = ", ".join(f"{key}, {kind}" for key, kind in zip(keys, kinds, strict=True))
         yield f"{name}: {side.path} ({known})"
-    yield f"tolerance: {_tolerance_line(a, b, pairs) if tolerance is None else tolerance}"
+    if tolerance is None:
+        own = {
+            nodeid
+            for pair in pairs
+            for side, key in zip((a, b), pair, strict=True)
+            for nodeid, test in side.tests[key].items()
+            if test.tolerance is not None
+        }
+        theirs = "; 1 test has its own" if len(own) == 1 else f"; {len(own)} tests have their own"
+        dry = any(one.dry for side in (a, b) for one in side.environments.values())
+        by_default = f"0 simulated{' or dry' * dry}, 1% + 1MiB measured"
+        yield f"tolerance: {by_default}{theirs if own else ''}"
+    else:
+        yield f"tolerance: {tolerance}"
     yield ""
-
-
-def _tolerance_line(a: Side, b: Side, pairs: list[tuple[str, str]]) -> str:
-    own = {
-        nodeid
-        for pair in pairs
-        for side, key in zip((a, b), pair, strict=True)
-        for nodeid, test in side.tests[key].items()
-        if test.tolerance is not None
-    }
-    theirs = {0: "", 1: "; 1 test has its own"}.get(len(own), f"; {len(own)} tests have their own")
-    dry = any(one.dry for side in (a, b) for one in side.environments.values())
-    return f"0 simulated{' or dry' * dry}, 1% + 1MiB measured{theirs}"
 
 
 def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:

@@ -28,7 +28,7 @@ from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DeviceChoice
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
+from pytest_gpumem.simulated.gpu.catalogue import Machine, find_gpu
 from pytest_gpumem.values.prediction import Prediction
 from pytest_gpumem.values.serialization import Plain
 
@@ -224,15 +224,16 @@ def predict_test(
         raise PredictionError(
             f"{nodeid} names {len(tests)} tests; give one of them, like {min(tests)}"
         )
-    return [_prediction(models[answer.gpu], answer, mode.code) for answer in answers]
-
-
-def _prediction(model: GpuModel, answer: MachineResult, code: str) -> Prediction:
-    if not answer.measured or answer.record is None or answer.record.measurement is None:
-        why = answer.problem or "it allocates nothing on the device"
-        raise PredictionError(f"{answer.nodeid} cannot be predicted for {model.name}: {why}")
-    measured = answer.record.measurement
-    return Prediction.of(measured, model.name, model.total_memory, fits=answer.fits, code=code)
+    predictions = []
+    for answer in answers:
+        gpu, total = answer.gpu, models[answer.gpu].total_memory
+        measured = answer.record.measurement if answer.measured and answer.record else None
+        if measured is None:
+            why = answer.problem or "it allocates nothing on the device"
+            raise PredictionError(f"{answer.nodeid} cannot be predicted for {gpu}: {why}")
+        fits, code = answer.fits, mode.code
+        predictions.append(Prediction.of(measured, gpu, total, fits=fits, code=code))
+    return predictions
 
 
 # The plugin of that process.
