@@ -61,7 +61,6 @@ class Isolation:
         methods = multiprocessing.get_all_start_methods()
         method = "forkserver" if "forkserver" in methods else "spawn"
         self._context: Any = multiprocessing.get_context(method)
-        self._count = 0
 
     def prepare(self) -> None:
         """Start the fork server in the background."""
@@ -86,13 +85,12 @@ class Isolation:
         self, item: pytest.Item, environments: Sequence[Mapping[str, str]]
     ) -> list[pytest.TestReport]:
         """Return the reports of the first process; there is one for each environment."""
-        self._count += 1
         started: dict[Connection, Any] = {}
         """The processes by their connection, in the order of ranks."""
         try:
-            for rank, environment in enumerate(environments):
+            for environment in environments:
                 receiver, sender = self._context.Pipe(duplex=False)
-                arguments = sender, *self._job(item, environment, rank)
+                arguments = sender, *self._job(item, environment)
                 process = self._context.Process(target=_serve, args=arguments)
                 process.start()
                 sender.close()
@@ -134,9 +132,7 @@ class Isolation:
                 implementation.function(node)
         return own
 
-    def _job(
-        self, item: pytest.Item, environment: Mapping[str, str], rank: int
-    ) -> tuple[str, Mapping[str, Any], Mapping[str, str], Path, Mapping[str, Any]]:
+    def _job(self, item: pytest.Item, environment: Mapping[str, str]) -> tuple[Any, ...]:
         """Return the arguments of :func:`_serve` after the connection."""
         config = self._config
         path, separator, name = item.nodeid.partition("::")
@@ -145,10 +141,10 @@ class Isolation:
             for name, value in vars(config.option).items()
             if name != "file_or_dir" and _can_travel(value)
         }
-        base = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        base = config._tmp_path_factory.mktemp("isolated")  # type: ignore[attr-defined]
         options |= {
             **_OPTIONS_OF_ONE_TEST,
-            "basetemp": str(base / f"isolated-{self._count}-{rank}"),
+            "basetemp": str(base),
             "inifilename": str(config.inipath) if config.inipath else None,
             "plugins": [*options.get("plugins", ()), "no:terminal"],
             "rootdir": str(config.rootpath),
