@@ -61,7 +61,7 @@ def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
         raise TargetError(f"{quoted(text)} is not a target; {FORMS}")
     module = _module(text, place)
     try:
-        function: Any = attrgetter(name)(module)
+        function: Function = attrgetter(name)(module)
     except AttributeError:
         raise TargetError(f"{text}: {module.__name__} has no {name}") from None
     if not callable(function):
