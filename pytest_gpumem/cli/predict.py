@@ -37,7 +37,6 @@ from pytest_gpumem.cli.target import (
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.option_values import DEFAULT_GPU
-from pytest_gpumem.prediction.process import AS_IT_IS, UNBOUNDED, Mode, predict_test
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.gpu.catalogue import GPUS
 from pytest_gpumem.sizes import format_change, format_size
@@ -47,6 +46,7 @@ from pytest_gpumem.values.prediction import Prediction
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.function import Pairs
+    from pytest_gpumem.prediction.process import Mode
 
 LINE, LAYER = "line", "layer"
 
@@ -115,6 +115,8 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
             f"--{'ranks' if arguments.ranks else 'compile'} runs code on simulated GPUs: leave "
             f"--device {kind} out"
         )
+    from pytest_gpumem.prediction.process import UNBOUNDED, predict_test
+
     if "::" in arguments.target and kind == DRY:
         nodeid = checked_nodeid(arguments.target)
         return _answer(arguments.target, predict_test(nodeid, gpus, dry=True), BY_DRY)
@@ -149,10 +151,11 @@ def _measured_here(text: str) -> Prediction:
 
 
 def _simulated(
-    arguments: argparse.Namespace, gpus: Sequence[str], mode: Mode = AS_IT_IS
+    arguments: argparse.Namespace, gpus: Sequence[str], mode: Mode | None = None
 ) -> list[Prediction]:
     """Return the need of the target on each of ``gpus``, of the worst of each number of ranks."""
     from pytest_gpumem.prediction.function import predict
+    from pytest_gpumem.prediction.process import AS_IT_IS, predict_test
     from pytest_gpumem.simulating import simulate
 
     text: str = arguments.target
@@ -164,13 +167,13 @@ def _simulated(
                 f"{text} is a test, which says in its marker how many ranks there are: leave "
                 "--ranks out, or give a function"
             )
-        return predict_test(target, gpus, mode=mode)
+        return predict_test(target, gpus, mode=mode or AS_IT_IS)
     worlds = [(gpu, size) for gpu in gpus for size in arguments.ranks or (None,)]
     arguments.progress.expect(len(worlds))
     predictions = []
     for gpu, size in worlds:
         with refusing(text, SimulationError):
-            predictions.append(predict(target, gpu, ranks=size, mode=mode))
+            predictions.append(predict(target, gpu, ranks=size, mode=mode or AS_IT_IS))
         arguments.progress.step()
     return predictions
 
