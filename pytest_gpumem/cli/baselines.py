@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.collected import Collected, function_of
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, read_folder, split_nodeid
-from pytest_gpumem.cli.command import Answer, Command, Commands, argument, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Argument, Command, Commands, table, terminal_width
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.sizes import format_exact, format_size
 from pytest_gpumem.text import counted
@@ -129,7 +129,7 @@ def move(arguments: argparse.Namespace) -> Answer:
     )
 
 
-FOLDER = argument(
+FOLDER = Argument(
     "--baselines DIR",
     "folder of the stored baselines (default: baselines)",
     type=Path,
@@ -205,7 +205,7 @@ COMMAND = Commands(
             description="Show what is stored of a test, or of all tests of a module, in every "
             "environment: peak, phases, and the tensors at the peak.",
             run=show,
-            arguments=(argument("test TEST", "node id, or path of a test module"), FOLDER),
+            arguments=(Argument("test TEST", "node id, or path of a test module"), FOLDER),
             examples=('gpumem baselines show "tests/test_model.py::test_step"',),
         ),
         "move": Command(
@@ -215,8 +215,8 @@ COMMAND = Commands(
             "pytest's rootdir.",
             run=move,
             arguments=(
-                argument("old OLD", "the test or module as it was called"),
-                argument("new NEW", "as it is called now"),
+                Argument("old OLD", "the test or module as it was called"),
+                Argument("new NEW", "as it is called now"),
                 FOLDER,
             ),
             examples=(MOVE,),
@@ -228,7 +228,7 @@ COMMAND = Commands(
             "that is there, no parameter is dropped, as another environment may have others: "
             "pytest --gpumem-prune-baselines does that for the environment that it runs in.",
             run=prune,
-            arguments=(argument("--dry-run", "say what would go; change nothing"), FOLDER),
+            arguments=(Argument("--dry-run", "say what would go; change nothing"), FOLDER),
             examples=("gpumem baselines prune --dry-run",),
         ),
     },

@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.command import Answer, argument, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Argument, table, terminal_width
 from pytest_gpumem.cli.target import CUDA, Function, TargetError, find_target, refusing
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.sizes import format_apart, format_size
@@ -102,7 +102,7 @@ def _line_lines(lines: Sequence[Line], width: int) -> Iterator[str]:
 
 
 LINE_ARGUMENTS = (
-    argument(
+    Argument(
         "--function NAME...", "follow this function, too: module:function or path.py:Class.method"
     ),
 )
@@ -224,12 +224,12 @@ def _count(flops: int) -> str:
 
 
 LAYER_ARGUMENTS = (
-    argument("--depth N", "modules within modules to show (default: all)", type=int),
-    argument(
+    Argument("--depth N", "modules within modules to show (default: all)", type=int),
+    Argument(
         "--input SHAPE[:DTYPE]...",
         "shape of an input, like 1x3x224x224 or 8x256:int64, where TARGET returns a model alone; "
         "once for each input (default: of float32)",
         type=_input,
     ),
-    argument("--csv", "print comma-separated values, in bytes"),
+    Argument("--csv", "print comma-separated values, in bytes"),
 )

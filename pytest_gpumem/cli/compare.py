@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
+from pytest_gpumem.cli.command import Answer, Argument, Command, parsed, table
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.compared import Compared, Row, Side, compare_environments
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
@@ -243,23 +243,23 @@ COMMAND = Command(
     "the tolerance, 2 where A or B cannot be read.",
     run=run,
     arguments=(
-        argument("a A", f"before: {FORM}", type=Path),
-        argument("b B", "after: likewise", type=Path),
-        argument(
+        Argument("a A", f"before: {FORM}", type=Path),
+        Argument("b B", "after: likewise", type=Path),
+        Argument(
             "--tolerance TOLERANCE",
             'how far B may exceed A, like "1% + 1MiB", which is the default for measured '
             "numbers; 0 for simulated ones",
         ),
-        argument(
+        Argument(
             "--across-environments",
             "compare although A and B were measured in different environments",
         ),
-        argument("--all", "show numbers that are equal, too"),
-        argument(
+        Argument("--all", "show numbers that are equal, too"),
+        Argument(
             "--test PART...",
             "compare only tests with this in their node id, * for anything; may be repeated",
         ),
-        argument("--phase NAME...", "compare only this phase; may be repeated"),
+        Argument("--phase NAME...", "compare only this phase; may be repeated"),
     ),
     examples=(
         "gpumem compare main.json change.json",

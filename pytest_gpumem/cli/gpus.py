@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Argument, Command, above_zero, table, terminal_width
 from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlReading, read_all
 from pytest_gpumem.quoting import printable
 from pytest_gpumem.sizes import format_size
@@ -284,14 +284,14 @@ COMMAND = Command(
     "seen from the first test that begins after this.",
     run=run,
     arguments=(
-        argument(
+        Argument(
             "--watch SECONDS",
             "again and again until Ctrl-C, every second if no other time is given",
             nargs="?",
             type=above_zero("seconds"),
             const=1.0,
         ),
-        argument("--once", "with --watch: look once, after that time, and end"),
+        Argument("--once", "with --watch: look once, after that time, and end"),
     ),
     shows_state=True,
     json="as JSON, a line for each look; sizes in bytes",

@@ -15,21 +15,21 @@ from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.by_part import LAYER_ARGUMENTS, LINE_ARGUMENTS, run_by_layer, run_by_line
 from pytest_gpumem.cli.command import (
     Answer,
+    Argument,
     Command,
-    argument,
     refuse_others,
     table,
     terminal_width,
 )
 from pytest_gpumem.cli.target import (
     CUDA,
+    DEVICE,
     DRY,
     SIM,
     DeviceOption,
     TargetError,
     answer_on_dry,
     checked_nodeid,
-    device_argument,
     find_target,
     refusing,
     run_on_dry,
@@ -328,13 +328,13 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 WHOLE = (
-    argument(
+    Argument(
         "--ranks N[,N...]",
         "run the function as one of so many ranks, the one that takes most; several "
         "numbers are run one after the other",
         type=_ranks,
     ),
-    argument(
+    Argument(
         "--compile",
         "show eager code beside compiled code and what torch.compile saves, by phase and "
         "line; modules are compiled where TARGET compiles nothing itself",
@@ -353,18 +353,18 @@ COMMAND = Command(
     "gradients.",
     run=run,
     arguments=(
-        argument(
+        Argument(
             "target TARGET",
             "module:function or path.py:function that takes no arguments, or a test id; "
             "--by layer: one that calls a model, or returns a model and its inputs",
         ),
-        argument(
+        Argument(
             "--gpu MODEL...",
             "model of the catalogue, like A100-40GB; may be given several times (default: "
             f"all; {DEFAULT_GPU} with --by)",
         ),
-        device_argument(),
-        argument("--by", "show memory by source line, or layer by layer", choices=(LINE, LAYER)),
+        DEVICE,
+        Argument("--by", "show memory by source line, or layer by layer", choices=(LINE, LAYER)),
         *WHOLE,
     ),
     groups=_GROUPS,

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from pytest_gpumem.attribution.explanation import explanation_lines
-from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Argument, Command, above_zero, table, terminal_width
 from pytest_gpumem.cli.predict import CONTEXT, fit_table
-from pytest_gpumem.cli.target import CUDA, DRY, DeviceOption, device_argument
+from pytest_gpumem.cli.target import CUDA, DEVICE, DRY, DeviceOption
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.rows import parents_first
@@ -184,27 +184,27 @@ COMMAND = Command(
     "the GPUs, or fails itself.",
     run=run,
     arguments=(
-        argument(
+        Argument(
             "--gpu MODEL...",
             f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
             f"machine; may be given several times (default: {DEFAULT_GPU})",
         ),
-        device_argument(),
-        argument(
+        DEVICE,
+        Argument(
             "--steps N",
             "stop after so many steps of the optimizer that steps first (default: 2)",
             type=_count,
             default=2,
         ),
-        argument(
+        Argument(
             "--seconds S",
             "stop after so many seconds at the latest (default: 60)",
             type=above_zero("seconds"),
             default=60.0,
         ),
-        argument("-m", "SCRIPT is a module, as for python -m", dest="module"),
-        argument("script SCRIPT", "what stands behind python; our options go first"),
-        argument(
+        Argument("-m", "SCRIPT is a module, as for python -m", dest="module"),
+        Argument("script SCRIPT", "what stands behind python; our options go first"),
+        Argument(
             "arguments ARGS",
             "the script's own arguments: all that stands behind it",
             nargs=argparse.REMAINDER,

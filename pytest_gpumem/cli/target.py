@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pytest_gpumem.cli.command import BAD_INPUT, Argument, argument
+from pytest_gpumem.cli.command import BAD_INPUT, Argument
 from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
@@ -159,15 +159,14 @@ def _device(text: str) -> DeviceOption:
     return DeviceOption(kind, model or None)
 
 
-def device_argument() -> Argument:
-    """Return the option, which all commands that run code have."""
-    return argument(
-        "--device KIND[:MODEL]",
-        "sim, dry (torch's own CUDA code without a GPU) or cuda, the device of this machine "
-        "(default: sim)",
-        type=_device,
-        default=DeviceOption(SIM),
-    )
+DEVICE = Argument(
+    "--device KIND[:MODEL]",
+    "sim, dry (torch's own CUDA code without a GPU) or cuda, the device of this machine "
+    "(default: sim)",
+    type=_device,
+    default=DeviceOption(SIM),
+)
+"""The option of all commands that run code."""
 
 
 def run_on_dry(given: Sequence[str], gpu: str) -> int:
