@@ -242,22 +242,10 @@ def predict_test(
 @pytest.hookimpl(wrapper=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
     """Choose the machine before the plugin needs one."""
-    early_config.stash[SELECTOR] = Simulations(Request.from_file(Path(os.environ[REQUEST])))
+    path = Path(os.environ[REQUEST])
+    selector = early_config.stash[SELECTOR] = Simulations(Request.from_file(path))
+    early_config.pluginmanager.register(_Runs(selector, path.parent), "gpumem-prediction")
     return (yield)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_configure(config: pytest.Config) -> None:
-    """Replace the command line's options on tests, workers and reports."""
-    selector = config.stash[SELECTOR]
-    assert isinstance(selector, Simulations)
-    request, own = selector.request, Path(os.environ[REQUEST]).parent
-    options = {**_OPTIONS, "basetemp": str(own / "tmp"), **request.options}
-    for name, value in options.items():
-        if hasattr(config.option, name):
-            setattr(config.option, name, value)
-    config.args = list(request.tests)
-    config.pluginmanager.register(_Runs(selector, own / ANSWER), "gpumem-prediction")
 
 
 class Simulations(DeviceSelector):
@@ -289,15 +277,24 @@ class Simulations(DeviceSelector):
 class _Runs:
     """A plugin that runs all tests on each machine."""
 
-    def __init__(self, selector: Simulations, answer: Path) -> None:
+    def __init__(self, selector: Simulations, folder: Path) -> None:
         self._request = request = selector.request
         self._selector = selector
-        self._answer = answer
+        self._folder = folder
         self._answers: list[dict[str, Any]] = []
         self._present: dict[str, dict[str, Any]] = {}
         self._short: set[str] = set()
         """Tests that ran out of memory."""
         self._end = math.inf if request.seconds is None else time.monotonic() + request.seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Replace the command line's options on tests, workers and reports."""
+        options = {**_OPTIONS, "basetemp": str(self._folder / "tmp"), **self._request.options}
+        for name, value in options.items():
+            if hasattr(config.option, name):
+                setattr(config.option, name, value)
+        config.args = list(self._request.tests)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -337,7 +334,7 @@ class _Runs:
             answer["problem"] = RAN_OUT if report.nodeid in self._short else _problem(report)
 
     def pytest_sessionfinish(self) -> None:
-        self._answer.write_text(json.dumps(self._answers), encoding="utf-8")
+        (self._folder / ANSWER).write_text(json.dumps(self._answers), encoding="utf-8")
 
     def _run(self, items: list[pytest.Item], machine: Machine) -> dict[str, dict[str, Any]]:
         self._selector.machine = machine
