@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.collected import Collected, function_of
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, read_folder, split_nodeid
-from pytest_gpumem.cli.command import Answer, Command, Commands, argument, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Argument, Command, Commands, table, terminal_width
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.sizes import format_exact, format_size
 from pytest_gpumem.text import counted
@@ -26,9 +26,19 @@ if TYPE_CHECKING:
 
 def prune(arguments: argparse.Namespace) -> Answer:
     """Remove them; raises ``ValueError`` where pytest cannot collect the project's tests."""
+    import pytest
+
     folder: Path = arguments.baselines
     files = read_folder(folder)
-    collected = _collected()
+    found, output = _Collector(), StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[found])
+    if found.failed:
+        raise ValueError(f"pytest cannot collect {printable(found.failed[0])}: nothing was dropped")
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        last = [line for line in output.getvalue().splitlines() if line.strip()][-1:]
+        raise ValueError(f"pytest collected no tests: {printable(''.join(last))}")
+    collected = Collected(found.rootpath, found.nodeids)
     store = BaselineStore(folder)
     dropped, kept = [], 0
     for module, content in files:
@@ -77,20 +87,6 @@ class _Collector:
             self.failed.append(report.nodeid)
 
 
-def _collected() -> Collected:
-    import pytest
-
-    found, output = _Collector(), StringIO()
-    with redirect_stdout(output), redirect_stderr(output):
-        code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[found])
-    if found.failed:
-        raise ValueError(f"pytest cannot collect {printable(found.failed[0])}: nothing was dropped")
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        last = [line for line in output.getvalue().splitlines() if line.strip()][-1:]
-        raise ValueError(f"pytest collected no tests: {printable(''.join(last))}")
-    return Collected(found.rootpath, found.nodeids)
-
-
 def move(arguments: argparse.Namespace) -> Answer:
     """Move the entries; raises a ``ValueError`` with a sentence where there is nothing to move."""
     (old, old_id), (new, new_id) = split_nodeid(arguments.old), split_nodeid(arguments.new)
@@ -133,7 +129,7 @@ def move(arguments: argparse.Namespace) -> Answer:
     )
 
 
-FOLDER = argument(
+FOLDER = Argument(
     "--baselines DIR",
     "folder of the stored baselines (default: baselines)",
     type=Path,
@@ -209,7 +205,7 @@ COMMAND = Commands(
             description="Show what is stored of a test, or of all tests of a module, in every "
             "environment: peak, phases, and the tensors at the peak.",
             run=show,
-            arguments=(argument("test TEST", "node id, or path of a test module"), FOLDER),
+            arguments=(Argument("test TEST", "node id, or path of a test module"), FOLDER),
             examples=('gpumem baselines show "tests/test_model.py::test_step"',),
         ),
         "move": Command(
@@ -219,8 +215,8 @@ COMMAND = Commands(
             "pytest's rootdir.",
             run=move,
             arguments=(
-                argument("old OLD", "the test or module as it was called"),
-                argument("new NEW", "as it is called now"),
+                Argument("old OLD", "the test or module as it was called"),
+                Argument("new NEW", "as it is called now"),
                 FOLDER,
             ),
             examples=(MOVE,),
@@ -232,7 +228,7 @@ COMMAND = Commands(
             "that is there, no parameter is dropped, as another environment may have others: "
             "pytest --gpumem-prune-baselines does that for the environment that it runs in.",
             run=prune,
-            arguments=(argument("--dry-run", "say what would go; change nothing"), FOLDER),
+            arguments=(Argument("--dry-run", "say what would go; change nothing"), FOLDER),
             examples=("gpumem baselines prune --dry-run",),
         ),
     },

@@ -17,7 +17,7 @@ from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import explain
 from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import change_text
-from pytest_gpumem.cli.command import Answer, Command, argument, parsed
+from pytest_gpumem.cli.command import Answer, Argument, Command, parsed
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.prediction.process import last_words
@@ -263,14 +263,14 @@ COMMAND = Command(
     "code 1 where one is found, 0 where the test did not grow. A merge counts as one commit.",
     run=run,
     arguments=(
-        argument("test TEST", "node id, as pytest takes it"),
-        argument("--good REV", "where it still took less", required=True),
-        argument("--bad REV", "default: HEAD", default="HEAD"),
-        argument("--gpu MODEL", "what is simulated", default=DEFAULT_GPU),
-        argument(
+        Argument("test TEST", "node id, as pytest takes it"),
+        Argument("--good REV", "where it still took less", required=True),
+        Argument("--bad REV", "default: HEAD", default="HEAD"),
+        Argument("--gpu MODEL", "what is simulated", default=DEFAULT_GPU),
+        Argument(
             "--tolerance TOLERANCE", "by what peaks may differ and still be the same", default="0"
         ),
-        argument("--pytest-args ARGUMENTS", 'for pytest, like "-p no:randomly"', default=""),
+        Argument("--pytest-args ARGUMENTS", 'for pytest, like "-p no:randomly"', default=""),
     ),
     examples=('gpumem bisect "tests/test_model.py::test_step" --good v1.0',),
 )

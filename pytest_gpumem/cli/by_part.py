@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.command import Answer, argument, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Argument, table, terminal_width
 from pytest_gpumem.cli.target import CUDA, Function, TargetError, find_target, refusing
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.text import wrap
+from pytest_gpumem.values.errors import SimulationError
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.layers import Layer
@@ -31,12 +33,13 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
     import torch
 
     from pytest_gpumem.prediction.lines import lines_of
-    from pytest_gpumem.values.errors import SimulationError
 
     text: str = arguments.target
-    target = _target(text, gpu, "lines")
-    with _importing(gpu):
-        followed = [_function(name) for name in arguments.function]
+    target = _function(text, gpu, "lines are those of a function")
+    followed = [
+        _plain(name, _function(name, gpu, "give a function", takes_arguments=True))
+        for name in arguments.function
+    ]
     if gpu == CUDA and not torch.cuda.is_available():
         raise TargetError("torch sees no CUDA device; name a model to be simulated")
     with refusing(text, SimulationError, ValueError):
@@ -44,27 +47,15 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
     return Answer(_line_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
 
 
-def _importing(gpu: str) -> AbstractContextManager[object]:
-    """Return a context in which a module's import finds a GPU."""
+def _function(text: str, gpu: str, wrong: str, *, takes_arguments: bool = False) -> Function:
+    """Return the function ``text``; ``wrong`` is the sentence where it names a test."""
     from pytest_gpumem.simulating import simulate
 
-    return nullcontext() if gpu == CUDA else simulate(gpu)
-
-
-def _target(text: str, gpu: str, parts: str) -> Function:
-    """Return the function ``text`` whose ``parts`` are to be shown."""
-    with _importing(gpu):
-        target = find_target(text)
+    with nullcontext() if gpu == CUDA else simulate(gpu):  # the module's import finds a GPU
+        target = find_target(text, takes_arguments=takes_arguments)
     if isinstance(target, str):
-        raise TargetError(f"{text}: {parts} are those of a function; write path.py:function")
+        raise TargetError(f"{text}: {wrong}; write path.py:function")
     return target
-
-
-def _function(text: str) -> Callable[..., Any]:
-    target = find_target(text, takes_arguments=True)
-    if isinstance(target, str):
-        raise TargetError(f"{text}: give a function; write path.py:function")
-    return _plain(text, target)
 
 
 def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,8 +69,7 @@ def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _line_lines(lines: Sequence[Line], width: int) -> Iterator[str]:
     """Yield the lines of output; a narrow terminal shortens the source."""
-    from pytest_gpumem.prediction.lines import shown as shown_path
-
+    folder = Path.cwd()
     number = max((len(str(line.number)) for line in lines), default=1)
     wide = width >= number + NUMBERS + PROCESS + LEAST_SOURCE
     numbers = NUMBERS + PROCESS * wide
@@ -87,7 +77,9 @@ def _line_lines(lines: Sequence[Line], width: int) -> Iterator[str]:
     source = min(max((len(line.source) for line in lines), default=1), room)
     heading = ""
     for line in lines:
-        place = f"{shown_path(line.path)}, {line.function}()"
+        path = Path(line.path)
+        shown_path = path.relative_to(folder) if path.is_relative_to(folder) else path
+        place = f"{shown_path.as_posix()}, {line.function}()"
         if place != heading:
             if heading:
                 yield ""
@@ -110,7 +102,7 @@ def _line_lines(lines: Sequence[Line], width: int) -> Iterator[str]:
 
 
 LINE_ARGUMENTS = (
-    argument(
+    Argument(
         "--function NAME...", "follow this function, too: module:function or path.py:Class.method"
     ),
 )
@@ -131,12 +123,11 @@ _TEXTS = 4
 def run_by_layer(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the model; raises ``ValueError`` for bad input."""
     from pytest_gpumem.prediction.layers import layers_of
-    from pytest_gpumem.values.errors import SimulationError
 
     if arguments.csv and arguments.json:
         raise ValueError("--csv and --json are two forms of the same; give one of them")
     text: str = arguments.target
-    target = _target(text, gpu, "layers")
+    target = _function(text, gpu, "layers are those of a function")
     with refusing(text, SimulationError, ValueError):
         found = layers_of(target, gpu, arguments.input)
     shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
@@ -233,12 +224,12 @@ def _count(flops: int) -> str:
 
 
 LAYER_ARGUMENTS = (
-    argument("--depth N", "modules within modules to show (default: all)", type=int),
-    argument(
+    Argument("--depth N", "modules within modules to show (default: all)", type=int),
+    Argument(
         "--input SHAPE[:DTYPE]...",
         "shape of an input, like 1x3x224x224 or 8x256:int64, where TARGET returns a model alone; "
         "once for each input (default: of float32)",
         type=_input,
     ),
-    argument("--csv", "print comma-separated values, in bytes"),
+    Argument("--csv", "print comma-separated values, in bytes"),
 )

@@ -19,31 +19,25 @@ BAD_INPUT = 2
 """Exit code."""
 
 
-@dataclass(frozen=True)
 class Argument:
-    """An argument, with the parameters of :meth:`argparse.ArgumentParser.add_argument`."""
-
-    names: tuple[str, ...]
-    options: Mapping[str, Any]
-
-
-def argument(written: str, help: str, **options: Any) -> Argument:
-    """Return an argument with this ``help``, in which a single ``%`` is literal.
+    """An argument: the parameters of :meth:`argparse.ArgumentParser.add_argument`.
 
     It is ``written`` as in a line of usage: ``-o --output FILE``, ``--test PART...`` for an option
     that may be repeated, ``--all`` for a flag, or a positional one's attribute with what stands for
-    it there, ``tests TEST``.
+    it there, ``tests TEST``. A single ``%`` of ``help`` is literal.
     """
-    words = written.split()
-    names = [word for word in words if word.startswith("-")] or words[:1]
-    if words[len(names) :]:
-        (shown,) = words[len(names) :]
-        options["metavar"] = shown.removesuffix("...")
-        if shown.endswith("..."):
-            options |= {"action": "append", "default": []}
-    elif written.startswith("-") and "choices" not in options:
-        options["action"] = "store_true"
-    return Argument(tuple(names), {"help": help.replace("%", "%%"), **options})
+
+    def __init__(self, written: str, help: str, **options: Any) -> None:
+        words = written.split()
+        self.names = [word for word in words if word.startswith("-")] or words[:1]
+        if words[len(self.names) :]:
+            (shown,) = words[len(self.names) :]
+            options["metavar"] = shown.removesuffix("...")
+            if shown.endswith("..."):
+                options |= {"action": "append", "default": []}
+        elif written.startswith("-") and "choices" not in options:
+            options["action"] = "store_true"
+        self.options = {"help": help.replace("%", "%%"), **options}
 
 
 LONGEST = 10_000_000
@@ -82,7 +76,7 @@ def refuse_others(
 
     ``groups`` are the arguments of each choice, by how the choice is written.
     """
-    own = {one.names for one in groups.get(chosen, ())}
+    own = [one.names for one in groups.get(chosen, ())]
     for choice, others in groups.items():
         for one in others:
             attribute = one.options.get("dest", one.names[-1].lstrip("-")).replace("-", "_")

@@ -12,7 +12,7 @@ from typing import Any
 
 from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
+from pytest_gpumem.cli.command import Answer, Argument, Command, parsed, table
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.compared import Compared, Row, Side, compare_environments
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
@@ -140,21 +140,21 @@ def _header(
         kinds = (side.environments[key].kind.strip() or "measured" for key in keys)
         known = ", ".join(f"{key}, {kind}" for key, kind in zip(keys, kinds, strict=True))
         yield f"{name}: {side.path} ({known})"
-    yield f"tolerance: {_tolerance_line(a, b, pairs) if tolerance is None else tolerance}"
+    if tolerance is None:
+        own = {
+            nodeid
+            for pair in pairs
+            for side, key in zip((a, b), pair, strict=True)
+            for nodeid, test in side.tests[key].items()
+            if test.tolerance is not None
+        }
+        theirs = "; 1 test has its own" if len(own) == 1 else f"; {len(own)} tests have their own"
+        dry = any(one.dry for side in (a, b) for one in side.environments.values())
+        by_default = f"0 simulated{' or dry' * dry}, 1% + 1MiB measured"
+        yield f"tolerance: {by_default}{theirs if own else ''}"
+    else:
+        yield f"tolerance: {tolerance}"
     yield ""
-
-
-def _tolerance_line(a: Side, b: Side, pairs: list[tuple[str, str]]) -> str:
-    own = {
-        nodeid
-        for pair in pairs
-        for side, key in zip((a, b), pair, strict=True)
-        for nodeid, test in side.tests[key].items()
-        if test.tolerance is not None
-    }
-    theirs = {0: "", 1: "; 1 test has its own"}.get(len(own), f"; {len(own)} tests have their own")
-    dry = any(one.dry for side in (a, b) for one in side.environments.values())
-    return f"0 simulated{' or dry' * dry}, 1% + 1MiB measured{theirs}"
 
 
 def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:
@@ -243,23 +243,23 @@ COMMAND = Command(
     "the tolerance, 2 where A or B cannot be read.",
     run=run,
     arguments=(
-        argument("a A", f"before: {FORM}", type=Path),
-        argument("b B", "after: likewise", type=Path),
-        argument(
+        Argument("a A", f"before: {FORM}", type=Path),
+        Argument("b B", "after: likewise", type=Path),
+        Argument(
             "--tolerance TOLERANCE",
             'how far B may exceed A, like "1% + 1MiB", which is the default for measured '
             "numbers; 0 for simulated ones",
         ),
-        argument(
+        Argument(
             "--across-environments",
             "compare although A and B were measured in different environments",
         ),
-        argument("--all", "show numbers that are equal, too"),
-        argument(
+        Argument("--all", "show numbers that are equal, too"),
+        Argument(
             "--test PART...",
             "compare only tests with this in their node id, * for anything; may be repeated",
         ),
-        argument("--phase NAME...", "compare only this phase; may be repeated"),
+        Argument("--phase NAME...", "compare only this phase; may be repeated"),
     ),
     examples=(
         "gpumem compare main.json change.json",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import Answer, Argument, Command
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -27,7 +27,7 @@ COMMAND = Command(
     description="Print a script for a shell, which then completes subcommands, options, models of "
     "GPUs and files of gpumem by the tab key.",
     run=run,
-    arguments=(argument("shell", "the shell that is to complete", choices=SHELLS),),
+    arguments=(Argument("shell", "the shell that is to complete", choices=SHELLS),),
     examples=(
         'eval "$(gpumem completion bash)"            in ~/.bashrc, and for zsh in ~/.zshrc',
         "gpumem completion fish | source             in ~/.config/fish/config.fish",

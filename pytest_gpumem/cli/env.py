@@ -53,27 +53,22 @@ def _devices() -> tuple[list[dict[str, Any]], str | None, dict[str, Any]]:
             raise
         return [], f"torch is {NOT_INSTALLED}", libraries
     from pytest_gpumem.device.cuda import CudaDevice
+    from pytest_gpumem.measurement.nvml import NvmlAbsent, read_all
 
     libraries = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     if not torch.cuda.is_available():
-        return [], _trouble(torch.version.cuda), libraries
+        if torch.version.cuda is None:
+            return [], "this torch is built without CUDA", libraries
+        readings = read_all()
+        if isinstance(readings, NvmlAbsent):
+            return [], f"torch sees no CUDA device: {readings.reason}", libraries
+        names = ", ".join(reading.name for reading in readings) or "none"
+        return [], f"torch sees no CUDA device, though the driver shows {names}", libraries
     devices = []
     for device in map(CudaDevice, range(torch.cuda.device_count())):
         environment = {**device.environment.to_dict(), "key": device.environment.key}
         devices.append({**asdict(device.machine.model), "environment": environment})
     return devices, None, libraries
-
-
-def _trouble(built_for: str | None) -> str:
-    from pytest_gpumem.measurement.nvml import NvmlAbsent, read_all
-
-    if built_for is None:
-        return "this torch is built without CUDA"
-    readings = read_all()
-    if isinstance(readings, NvmlAbsent):
-        return f"torch sees no CUDA device: {readings.reason}"
-    names = ", ".join(reading.name for reading in readings)
-    return f"torch sees no CUDA device, though the driver shows {names or 'none'}"
 
 
 def _rows(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

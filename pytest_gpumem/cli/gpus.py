@@ -12,14 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Argument, Command, above_zero, table, terminal_width
 from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlReading, read_all
 from pytest_gpumem.quoting import printable
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import shorten
 
 if TYPE_CHECKING:
-    from pytest_gpumem.sharing.ledger import Ledger, State
+    from pytest_gpumem.sharing.ledger import Ledger
     from pytest_gpumem.sharing.watched import WatchedProcess
 
 
@@ -267,18 +267,14 @@ def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
                 for lease in leases
                 if name in lease.request.needs
             ]
-        device["workers"] = _between_tests(state, name, pids)
-
-
-def _between_tests(state: State, device: str, pids: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Return the workers that hold memory of ``device`` and run no test on it."""
-    found = state.devices[device]
-    busy = {lease.request.owner for lease in state.running if device in lease.request.needs}
-    return [
-        {"pid": pids[worker], "context": context, "fixtures": found.fixtures[worker]}
-        for worker, context in found.contexts.items()
-        if worker in pids and worker not in busy and context + found.fixtures[worker] > 0
-    ]
+        found = state.devices[name]
+        busy = {lease.request.owner for lease in state.running if name in lease.request.needs}
+        # Those that hold memory of it and run no test on it.
+        device["workers"] = [
+            {"pid": pids[worker], "context": context, "fixtures": found.fixtures[worker]}
+            for worker, context in found.contexts.items()
+            if worker in pids and worker not in busy and context + found.fixtures[worker] > 0
+        ]
 
 
 COMMAND = Command(
@@ -288,14 +284,14 @@ COMMAND = Command(
     "seen from the first test that begins after this.",
     run=run,
     arguments=(
-        argument(
+        Argument(
             "--watch SECONDS",
             "again and again until Ctrl-C, every second if no other time is given",
             nargs="?",
             type=above_zero("seconds"),
             const=1.0,
         ),
-        argument("--once", "with --watch: look once, after that time, and end"),
+        Argument("--once", "with --watch: look once, after that time, and end"),
     ),
     shows_state=True,
     json="as JSON, a line for each look; sizes in bytes",

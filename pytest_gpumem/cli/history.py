@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pytest_gpumem.baseline.verdict import change_text, format_percent
-from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Argument, Command, parsed, table, terminal_width
 from pytest_gpumem.progress import Progress
 from pytest_gpumem.report.past import (
     BARS,
@@ -118,8 +118,8 @@ def _name(trend: Trend, several: bool) -> str:
 
 
 PAST_IN_GIT = (
-    argument("--git RANGE", "the baselines that a range of commits stored: v1.0..HEAD"),
-    argument("--baselines DIR", "for --git", type=Path, default=Path("baselines")),
+    Argument("--git RANGE", "the baselines that a range of commits stored: v1.0..HEAD"),
+    Argument("--baselines DIR", "for --git", type=Path, default=Path("baselines")),
 )
 """The arguments of every command that reads stored baselines of commits."""
 
@@ -129,24 +129,24 @@ COMMAND = Command(
     "is more than --max-creep.",
     run=run,
     arguments=(
-        argument(
+        Argument(
             "reports REPORT",
             "JSON reports, the oldest first, or folders of them, by their names",
             nargs="*",
             type=Path,
         ),
         *PAST_IN_GIT,
-        argument(
+        Argument(
             "--max-creep TOLERANCE",
             f"what small steps may come to (default: {MOST_CREEP})",
             default=MOST_CREEP,
         ),
-        argument(
+        Argument(
             "--tolerance TOLERANCE",
             f"up to what a change is a small step (default: {SMALL}, or the test's own "
             "tolerance where that is more)",
         ),
-        argument("--all", "list tests that never changed, too"),
+        Argument("--all", "list tests that never changed, too"),
     ),
     examples=("gpumem history reports/", "gpumem history --git v1.0..HEAD --max-creep 3%"),
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.attribution.history import CATEGORIES
 from pytest_gpumem.baseline.verdict import change_text
-from pytest_gpumem.cli.command import Answer, argument
+from pytest_gpumem.cli.command import Answer, Argument
 from pytest_gpumem.cli.history import PAST_IN_GIT, past_of
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.json_report import read_report
@@ -323,12 +323,12 @@ def _annotated(
 
 
 ARGUMENTS = (
-    argument(
+    Argument(
         "--kind",
         "what to draw; history takes several reports, the oldest first, or folders of them",
         choices=[*KINDS, HISTORY],
         default="composition",
     ),
-    argument("--test TEXT", "of tests whose ids contain this (default: all)", default=""),
+    Argument("--test TEXT", "of tests whose ids contain this (default: all)", default=""),
     *PAST_IN_GIT,
 )

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
-from pytest_gpumem.cli.target import CUDA, DRY, DeviceOption, device_argument
+from pytest_gpumem.cli.command import Answer, Argument, Command, above_zero, table, terminal_width
+from pytest_gpumem.cli.target import CUDA, DEVICE, DRY, DeviceOption
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.prediction.needs import needs_of
 from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Rental, make_plan, parse_runner
@@ -168,32 +168,32 @@ COMMAND = Command(
     "there is time.",
     run=run,
     arguments=(
-        argument(
+        Argument(
             "tests REPORT|TESTS",
             "JSON reports, a folder of baselines, or paths and test ids, which run on "
             "simulated GPUs (default: all tests of the current folder)",
             nargs="*",
         ),
-        argument(
+        Argument(
             "--runner MODEL:PRICE...",
             "a GPU to be had and the price of an hour, like T4:0.35; give one for each kind",
             required=True,
         ),
-        device_argument(),
-        argument("--minutes N", "in which every machine is to be done", type=above_zero("minutes")),
-        argument(
+        DEVICE,
+        Argument("--minutes N", "in which every machine is to be done", type=above_zero("minutes")),
+        Argument(
             "--startup N",
             "minutes that each machine takes before its first test (default: 0)",
             type=above_zero("minutes"),
             default=0.0,
         ),
-        argument(
+        Argument(
             "--durations FILE",
             "what tests take: a JSON report, an earlier plan or a file of pytest-split "
             "(default: the reports themselves, else pytest's cache)",
             type=Path,
         ),
-        argument("--output FILE", "write the shards as JSON, for a matrix of jobs", type=Path),
+        Argument("--output FILE", "write the shards as JSON, for a matrix of jobs", type=Path),
     ),
     examples=("gpumem plan --runner T4:0.35 --runner H100:4.10 --minutes 10 report.json",),
 )

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
+from pytest_gpumem.cli.command import Answer, Argument, Command, parsed, table
 from pytest_gpumem.quoting import MOST, printable, quoted
 from pytest_gpumem.sizes import format_change, format_size, parse_size
 
@@ -206,23 +206,23 @@ COMMAND = Command(
     "where what was asked for runs out of memory; 2 where the snapshot cannot be replayed.",
     run=run,
     arguments=(
-        argument("snapshot SNAPSHOT", "what torch.cuda.memory._dump_snapshot() wrote", type=Path),
-        argument(
+        Argument("snapshot SNAPSHOT", "what torch.cuda.memory._dump_snapshot() wrote", type=Path),
+        Argument(
             "--alloc-conf CONF",
             "allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True",
         ),
-        argument("--gpu MODEL", "GPU whose memory must suffice: A100-40GB"),
-        argument(
+        Argument("--gpu MODEL", "GPU whose memory must suffice: A100-40GB"),
+        Argument(
             "--used-elsewhere SIZE",
             "memory of the GPU outside the allocator, its CUDA context and other processes, like "
             "500MiB (default: 0)",
             default="0",
         ),
-        argument(
+        Argument(
             "--torch RELEASE",
             "torch release whose rules hold, like 2.6 (default: as the snapshot's form suggests)",
         ),
-        argument("--html PATH", "write a page of every event, opened offline, too", type=Path),
+        Argument("--html PATH", "write a page of every event, opened offline, too", type=Path),
     ),
     examples=(
         "gpumem replay snapshot.pickle",

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from pytest_gpumem.cli import picture
-from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others
+from pytest_gpumem.cli.command import Answer, Argument, Command, refuse_others
 from pytest_gpumem.report.json_report import read_report, read_usage, write_file
 from pytest_gpumem.report.markdown import difference_section, document
 from pytest_gpumem.sizes import format_size
@@ -61,17 +61,17 @@ def write_markdown(arguments: argparse.Namespace) -> Answer:
 
 
 HTML = (
-    argument(
+    Argument(
         "--history PATH...",
         "an earlier report, or a folder of them, by their names; may be repeated",
         type=Path,
     ),
 )
 MARKDOWN = (
-    argument("--against BASE", "JSON report of what it is changed from", type=Path),
-    argument("--base-name NAME", "what to call BASE, like main", default=""),
-    argument("--name NAME", "of the job: tells the comments of several jobs apart", default=""),
-    argument(
+    Argument("--against BASE", "JSON report of what it is changed from", type=Path),
+    Argument("--base-name NAME", "what to call BASE, like main", default=""),
+    Argument("--name NAME", "of the job: tells the comments of several jobs apart", default=""),
+    Argument(
         "--command COMMAND",
         "how pytest is started, for the commands that are suggested (default: pytest)",
         dest="pytest",
@@ -118,19 +118,19 @@ COMMAND = Command(
     "(pip install 'pytest-gpumem[plot]').",
     run=run,
     arguments=(
-        argument(
+        Argument(
             "reports REPORT",
             "JSON report; of several, the oldest first, the last is shown and the others "
             "are its history",
             nargs="*",
             type=Path,
         ),
-        argument(
+        Argument(
             f"--to {'|'.join(FORMS)}",
             "what to write (default: what the suffix of --output says, else html)",
             choices=FORMS,
         ),
-        argument(
+        Argument(
             "-o --output FILE",
             "default: beside the report, with the suffix of the form; Markdown goes to the "
             "terminal",

@@ -10,22 +10,20 @@ from importlib.util import find_spec
 from typing import Any
 
 from pytest_gpumem.attribution.explanation import explanation_lines
-from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
-from pytest_gpumem.cli.fit import CONTEXT, fit_table
-from pytest_gpumem.cli.target import CUDA, DRY, DeviceOption, device_argument
+from pytest_gpumem.cli.command import Answer, Argument, Command, above_zero, table, terminal_width
+from pytest_gpumem.cli.predict import CONTEXT, fit_table
+from pytest_gpumem.cli.target import CUDA, DEVICE, DRY, DeviceOption
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.rows import parents_first
 from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import Script, kept_test
-from pytest_gpumem.script.process import Result, iteration_of, run_on
+from pytest_gpumem.script.process import ScriptResult, iteration_of, run_on
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted, wrap
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.prediction import Prediction
-
-_NO_RESULT = (endings.RAISED, endings.EXITED)
 
 
 def run(arguments: argparse.Namespace) -> Answer | int:
@@ -42,19 +40,18 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     if find_spec("torch") is None:  # reported before another process is started in vain
         raise ModuleNotFoundError("torch is not installed", name="torch")
     limits = {"steps": arguments.steps, "seconds": arguments.seconds}
-    results: list[Result] = []
+    results: list[ScriptResult] = []
     for name in dict.fromkeys(names):
         result = run_on(script, name, **limits, quiet=arguments.json)
-        if result.reported_answer.ending in _NO_RESULT:
+        if result.ending in (endings.RAISED, endings.EXITED):
             return _failed(script, result)
         results.append(result)
     # A test that keeps the number; none where no number is the script's alone.
     whole = (endings.STOPPED, endings.ENDED)
-    answers = (one.answer for one in results if one.fits and one.answer.ending in whole)
-    answer = next(answers, None)
+    first = next((one for one in results if one.fits and one.ending in whole), None)
     test = None
-    if answer is not None:
-        test = kept_test(script, answer.gpu, answer.measurements[0], arguments.steps)
+    if first is not None:
+        test = kept_test(script, first.gpu, first.measurements[0], arguments.steps)
     return Answer(
         lines(script, results, test, terminal_width()),
         lambda: {
@@ -67,43 +64,42 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     )
 
 
-def _failed(script: Script, result: Result) -> int:
+def _failed(script: Script, result: ScriptResult) -> int:
     """Report how the script failed, below its own output; return the exit code."""
-    answer = result.reported_answer
-    ended = f"ended with exit code {answer.sentence}"
-    how = ended if answer.ending == endings.EXITED else f"raised {answer.sentence}"
-    cause = "; it had read a value that is not computed" if answer.used_placeholder else ""
-    print(f"gpumem: {script.name} {printable(how)} {_when(answer)}{cause}", file=sys.stderr)
+    ended = f"ended with exit code {result.sentence}"
+    how = ended if result.ending == endings.EXITED else f"raised {result.sentence}"
+    cause = "; it had read a value that is not computed" if result.used_placeholder else ""
+    print(f"gpumem: {script.name} {printable(how)} {_when(result)}{cause}", file=sys.stderr)
     return 1
 
 
-def _when(answer: endings.ScriptResult) -> str:
-    return f"after {counted(answer.steps, 'step')}" if answer.steps else "before its first step"
+def _when(result: ScriptResult) -> str:
+    return f"after {counted(result.steps, 'step')}" if result.steps else "before its first step"
 
 
-def _prediction(result: Result) -> Prediction:
-    answer = result.reported_answer
-    total = result.answer.total_memory
-    return Prediction.of(answer.measurements[0], answer.gpu, total, fits=result.fits)
+def _prediction(result: ScriptResult) -> Prediction:
+    measured, total = result.measurements[0], result.total_memory
+    return Prediction.of(measured, result.gpu, total, fits=result.fits)
 
 
-def _to_dict(result: Result) -> dict[str, Any]:
-    answer = result.reported_answer
+def _to_dict(result: ScriptResult) -> dict[str, Any]:
     return {
         **_prediction(result).to_dict(),
-        "simulated": answer.measurements[0].simulated,
-        "torch": answer.torch,
-        "ending": answer.ending,
-        "steps": answer.steps,
-        "seconds": answer.seconds,
-        "measurements": [one.to_dict() for one in answer.measurements],
-        "out_of_memory": result.answer.out_of_memory,
+        "simulated": result.measurements[0].simulated,
+        "torch": result.torch,
+        "ending": result.ending,
+        "steps": result.steps,
+        "seconds": result.seconds,
+        "measurements": [one.to_dict() for one in result.measurements],
+        "out_of_memory": result.out_of_memory,
     }
 
 
-def lines(script: Script, results: Sequence[Result], test: str | None, width: int) -> Iterator[str]:
+def lines(
+    script: Script, results: Sequence[ScriptResult], test: str | None, width: int
+) -> Iterator[str]:
     """Yield the lines of output: phases and holders on the first GPU, then what fits which."""
-    first = results[0].reported_answer
+    first = results[0]
     measured = first.measurements[0]
     kind = "a simulated" if measured.simulated else "a dry" if measured.dry else "the"
     ended = {
@@ -114,7 +110,7 @@ def lines(script: Script, results: Sequence[Result], test: str | None, width: in
     }[first.ending]
     yield f"{script.name} on {kind} {first.gpu} (torch {first.torch}): {ended}"
     yield ""
-    if post_mortem := results[0].answer.post_mortem:
+    if post_mortem := first.post_mortem:
         yield from post_mortem
         yield ""
     for index, measured in enumerate(first.measurements):
@@ -128,10 +124,9 @@ def lines(script: Script, results: Sequence[Result], test: str | None, width: in
     yield from fit_table([_prediction(result) for result in results], (), width)
     yield ""
     yield CONTEXT
-    answers = [result.reported_answer for result in results]
-    notes = (note for answer in answers for one in answer.measurements for note in one.notes)
+    notes = (note for result in results for one in result.measurements for note in one.notes)
     yield from dict.fromkeys(f"note: {note}" for note in notes)
-    if any(answer.ending == endings.TIME for answer in answers):
+    if any(result.ending == endings.TIME for result in results):
         yield "note: its time was over, so its peak may be still to come: give more --seconds"
     if test is not None:
         yield from ("", "a test that keeps the number:", "")
@@ -189,27 +184,27 @@ COMMAND = Command(
     "the GPUs, or fails itself.",
     run=run,
     arguments=(
-        argument(
+        Argument(
             "--gpu MODEL...",
             f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
             f"machine; may be given several times (default: {DEFAULT_GPU})",
         ),
-        device_argument(),
-        argument(
+        DEVICE,
+        Argument(
             "--steps N",
             "stop after so many steps of the optimizer that steps first (default: 2)",
             type=_count,
             default=2,
         ),
-        argument(
+        Argument(
             "--seconds S",
             "stop after so many seconds at the latest (default: 60)",
             type=above_zero("seconds"),
             default=60.0,
         ),
-        argument("-m", "SCRIPT is a module, as for python -m", dest="module"),
-        argument("script SCRIPT", "what stands behind python; our options go first"),
-        argument(
+        Argument("-m", "SCRIPT is a module, as for python -m", dest="module"),
+        Argument("script SCRIPT", "what stands behind python; our options go first"),
+        Argument(
             "arguments ARGS",
             "the script's own arguments: all that stands behind it",
             nargs=argparse.REMAINDER,

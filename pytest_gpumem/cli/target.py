@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pytest_gpumem.cli.command import BAD_INPUT, Argument, argument
+from pytest_gpumem.cli.command import BAD_INPUT, Argument
 from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
@@ -58,7 +59,13 @@ def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
         raise TargetError(f"{quoted(text)} is not a target; {FORMS}")
-    function = _function(text, _module(text, place), name)
+    module = _module(text, place)
+    try:
+        function: Function = attrgetter(name)(module)
+    except AttributeError:
+        raise TargetError(f"{text}: {module.__name__} has no {name}") from None
+    if not callable(function):
+        raise TargetError(f"{text}: {name} is {type(function).__name__}, not a function")
     if takes_arguments:
         return function
     try:
@@ -114,20 +121,10 @@ def _module(text: str, place: str) -> ModuleType:
         ) from error
 
 
-def _function(text: str, module: ModuleType, name: str) -> Callable[[], Any]:
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise TargetError(f"{text}: {module.__name__} has no {name}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise TargetError(f"{text}: {name} is {type(found).__name__}, not a function")
-    function: Callable[[], Any] = found
-    return function
-
-
 CUDA, DRY, SIM = "cuda", "dry", "sim"
 _PREFIX = "gpumem: "
+_BEGIN = '{\n  "target": '
+"""The begin of an answer in JSON, below what the code has printed."""
 
 
 @dataclass(frozen=True)
@@ -162,15 +159,14 @@ def _device(text: str) -> DeviceOption:
     return DeviceOption(kind, model or None)
 
 
-def device_argument() -> Argument:
-    """Return the option, which all commands that run code have."""
-    return argument(
-        "--device KIND[:MODEL]",
-        "sim, dry (torch's own CUDA code without a GPU) or cuda, the device of this machine "
-        "(default: sim)",
-        type=_device,
-        default=DeviceOption(SIM),
-    )
+DEVICE = Argument(
+    "--device KIND[:MODEL]",
+    "sim, dry (torch's own CUDA code without a GPU) or cuda, the device of this machine "
+    "(default: sim)",
+    type=_device,
+    default=DeviceOption(SIM),
+)
+"""The option of all commands that run code."""
 
 
 def run_on_dry(given: Sequence[str], gpu: str) -> int:
@@ -199,8 +195,10 @@ def answer_on_dry(given: Sequence[str], gpu: str, *, memory: int | None = None) 
     if done.returncode == BAD_INPUT and refusals:
         raise ValueError(refusals[-1].removeprefix(_PREFIX))
     sys.stderr.write(done.stderr)
+    printed, begin, answer = done.stdout.rpartition(_BEGIN)
+    sys.stdout.write(printed)
     try:
-        return json.loads(done.stdout)
+        return json.loads(begin + answer)
     except ValueError:
         raise ValueError(
             f"the process on the dry {gpu} ended with code {done.returncode}"

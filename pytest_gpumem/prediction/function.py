@@ -1,9 +1,12 @@
-"""The memory of a function: on a simulated GPU, or on this process's CUDA device, real or dry."""
+"""The memory of a function: on a simulated GPU, or on this process's CUDA device, real or dry.
+
+Also of a program that is run twice: as eager code, and compiled by ``torch.compile``.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +25,16 @@ from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.options import VALUES_LIMIT
-from pytest_gpumem.prediction.child import UNBOUNDED
-from pytest_gpumem.prediction.compiled import Mode
+from pytest_gpumem.prediction.process import (
+    AS_IT_IS,
+    COMPILED,
+    EAGER,
+    UNBOUNDED,
+    Mode,
+    modules_compiled,
+)
 from pytest_gpumem.simulated.compiled.entry import AUTO
+from pytest_gpumem.simulated.compiled.settings import tell_of_compiled_code
 from pytest_gpumem.simulated.distributed.worst import RankPeak, Worst
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
 from pytest_gpumem.values.errors import HostMemoryError, UnknownValueError, WorkLimitError
@@ -112,7 +122,7 @@ def predict(
     *,
     name: str = "",
     ranks: int | None = None,
-    mode: Mode | None = None,
+    mode: Mode = AS_IT_IS,
 ) -> Prediction:
     """Run ``call``, of that ``name``, on a simulated ``gpu`` and return its memory.
 
@@ -139,7 +149,7 @@ def predict(
 
 
 def _on(
-    gpu: str | GpuModel, call: Callable[[], Any], name: str, mode: Mode | None, worst: Worst | None
+    gpu: str | GpuModel, call: Callable[[], Any], name: str, mode: Mode, worst: Worst | None
 ) -> Prediction:
     def run(device: Device) -> Prediction:
         found = _predicted(device, name, call, mode)
@@ -151,7 +161,7 @@ def _on(
         gpu,
         name,
         run,
-        compile=AUTO if mode is None else mode.compile,
+        compile=mode.compile,
         requested=None if worst is None else RequestedRank(worst.size, worst.rank),
     )
     if found.fits or not isinstance(gpu, GpuModel):
@@ -160,12 +170,13 @@ def _on(
     return replace(large, fits=False, total_memory=gpu.total_memory)
 
 
-def _predicted(device: Device, name: str, call: Callable[[], Any], mode: Mode | None) -> Prediction:
+def _predicted(device: Device, name: str, call: Callable[[], Any], mode: Mode) -> Prediction:
     fits, recorder = True, None
-    if mode is not None and device.recorder is not None:
+    if mode.code and device.recorder is not None:
         recorder = PeakRecorder(device.recorder, str(Path.cwd()))
     statistics = CudaStatistics(device.workspaces)
-    with statistics.own_peaks_shown(), mode.applied() if mode else nullcontext():
+    compiled = modules_compiled() if mode.modules else nullcontext()
+    with statistics.own_peaks_shown(), compiled:
         meter = Meter(statistics, FixtureRecords(), recorder)
         with meter.running(()), meter.watching():
             device.restart_collector()
@@ -179,6 +190,21 @@ def _predicted(device: Device, name: str, call: Callable[[], Any], mode: Mode | 
     measured = device.complete(found)
     if isinstance(device, SimulatedDevice) and (sentence := device.nccl):
         measured = replace(measured, notes=(*measured.notes, sentence))
-    code = mode.code if mode else ""
     gpu, total = device.environment.gpu, device.total_memory
-    return Prediction.of(measured, gpu, total, fits=fits, code=code)
+    return Prediction.of(measured, gpu, total, fits=fits, code=mode.code)
+
+
+Pairs = tuple[tuple[Prediction, Prediction], ...]
+"""Results for each GPU and each number of ranks: of eager code, of compiled code."""
+
+
+def compare(predicting: Callable[[Mode], Sequence[Prediction]]) -> tuple[Pairs, bool]:
+    """Predict a program as eager code and compiled; return also whether it compiles by itself.
+
+    Its own ``torch.compile`` are compiled where it has any, else every module that is called by
+    something other than a module is, as ``Module.compile()`` does.
+    """
+    eager = predicting(Mode(EAGER))
+    by_itself = any(tell_of_compiled_code(one.notes) for one in eager)
+    compiled = predicting(Mode(COMPILED, modules=not by_itself))
+    return tuple(zip(eager, compiled, strict=True)), by_itself

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -161,8 +161,6 @@ def _followed(call: Callable[..., Any], found: list[Layer]) -> Callable[..., Any
 class _Open:
     layer: Layer
     module: nn.Module
-    before: int
-    flops_before: int
     highest: int = 0
     storages: frozenset[int] = frozenset()
     """Storages of its inputs."""
@@ -184,44 +182,41 @@ class _Pass:
 
     def through(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call ``module`` and record it; returns its output."""
-        self._enter(module, (args, kwargs))
-        outputs = None
-        try:
-            outputs = call(module, *args, **kwargs)
-            return outputs
-        finally:
-            self._leave(outputs)
-
-    def _enter(self, module: nn.Module, arguments: Any) -> None:
         self._note_peak()
+        given = list(tensors_in((args, kwargs), DEEPEST))
         layer = Layer(
             path=self._names.get(id(module), ""),
             kind=type(module).__name__,
             depth=len(self._open),
-            inputs=tuple(_shapes(arguments)),
+            inputs=_shapes(given),
             parameters=sum(p.numel() for p in module.parameters()),
         )
         self.layers.append(layer)
         for outer in self._open[-1:]:
             outer.is_layer = False
         now = torch.cuda.memory_allocated()
-        given = list(tensors_in(arguments, DEEPEST))
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         storages, size = frozenset(map(_storage, given)), sum(map(_bytes, (*given, *own)))
-        self._open.append(_Open(layer, module, now, self._flops(), now, storages, size))
-
-    def _leave(self, outputs: Any) -> None:
-        self._note_peak()
-        call = self._open[-1]
-        call.layer.outputs = tuple(_shapes(outputs))
-        if call.is_layer:
-            self._count(call, list(tensors_in(outputs, DEEPEST)))
-        self._open.pop()
-        products = self._flops() - call.flops_before
-        call.layer.flops = products + call.flops
-        call.layer.multiply_adds += products // 2
-        kept = torch.cuda.memory_allocated() - call.before
-        call.layer.training = CallMemory(kept, call.highest - call.before)
+        del given  # none is kept alive by this
+        opened = _Open(layer, module, now, storages, size)
+        self._open.append(opened)
+        products = self._flops()
+        returned = None
+        try:
+            returned = call(module, *args, **kwargs)
+            return returned
+        finally:
+            self._note_peak()
+            outputs = list(tensors_in(returned, DEEPEST))
+            layer.outputs = _shapes(outputs)
+            if opened.is_layer:
+                self._count(opened, outputs)
+            self._open.pop()
+            products = self._flops() - products
+            layer.flops = products + opened.flops
+            layer.multiply_adds += products // 2
+            kept = torch.cuda.memory_allocated() - now
+            layer.training = CallMemory(kept, opened.highest - now)
 
     def _count(self, call: _Open, outputs: list[torch.Tensor]) -> None:
         """Add a layer's numbers to its own call and to all enclosing ones."""
@@ -250,8 +245,8 @@ class _Pass:
         return 0 if self._counter is None else int(self._counter.get_total_flops())
 
 
-def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
-    return (tuple(tensor.shape) for tensor in tensors_in(value, DEEPEST))
+def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -7,8 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -81,39 +80,30 @@ class _Execution:
     """Bytes of the device that the process held then."""
 
 
-@dataclass
-class _Follower:
-    """A tracer of the lines of some functions, by ``sys.settrace``."""
+@contextmanager
+def _following(
+    codes: frozenset[CodeType], position: Callable[[], int], process: Callable[[], int | None]
+) -> Iterator[list[_Execution]]:
+    """Trace the lines of some functions inside, by ``sys.settrace``."""
+    executions: list[_Execution] = []
+    present: dict[FrameType, _Execution] = {}
 
-    codes: frozenset[CodeType]
-    position: Callable[[], int]
-    process: Callable[[], int | None]
-    executions: list[_Execution] = field(default_factory=list)
-    _open: dict[FrameType, _Execution] = field(default_factory=dict)
-
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Trace the code that runs inside."""
-        before = sys.gettrace()
-        sys.settrace(self._called)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code in self.codes else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def line(frame: FrameType, event: str, argument: Any) -> Any:
         if event in ("line", "return"):
-            now = self.position()
-            if (execution := self._open.pop(frame, None)) is not None:
-                execution.end, execution.process = now, self.process()
+            now = position()
+            if (execution := present.pop(frame, None)) is not None:
+                execution.end, execution.process = now, process()
             if event == "line":
-                execution = _Execution(frame.f_code, frame.f_lineno, now)
-                self._open[frame] = execution
-                self.executions.append(execution)
-        return self._line
+                present[frame] = execution = _Execution(frame.f_code, frame.f_lineno, now)
+                executions.append(execution)
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, argument: line if frame.f_code in codes else None)
+    try:
+        yield executions
+    finally:
+        sys.settrace(before)
 
 
 def lines_of(
@@ -152,33 +142,42 @@ def _followed(
     device: int,
     process: Callable[[], int | None],
 ) -> list[Line]:
-    follower = _Follower(codes, lambda: position_on(device, recorder.positions()), process)
     account = PeakRecorder(recorder, "")
     tracker = PhaseTracker(CudaStatistics(), account.positions)
     account.begin((), None)
     begin = position_on(device, recorder.positions())
-    with AutomaticPhases(tracker, account.observer).watching(), follower.following():
+    following = _following(
+        codes, lambda: position_on(device, recorder.positions()) - begin, process
+    )
+    with AutomaticPhases(tracker, account.observer).watching(), following as executions:
         kept = target()
     account.end()
     history = account.history(device, tracker)
     del kept
-    for execution in follower.executions:
-        execution.begin -= begin
-        execution.end -= begin
-    return _lines(history, follower.executions)
+    return _lines(history, executions)
 
 
 def _lines(history: History, executions: Sequence[_Execution]) -> list[Line]:
     allocated = history.allocated()
-    found: dict[tuple[CodeType, int], list[_Execution]] = defaultdict(list)
+    by_line: dict[tuple[CodeType, int], list[_Execution]] = defaultdict(list)
     for execution in executions:
-        found[execution.code, execution.number].append(execution)
+        by_line[execution.code, execution.number].append(execution)
 
     def groups(
         times: Sequence[_Execution], belongs: Callable[[_Execution, BlockLifetime], bool]
     ) -> tuple[Group, ...]:
-        lives = history.lifetimes
-        return _groups(history, (life for at in times for life in lives if belongs(at, life)))
+        groups: dict[tuple[Any, ...], list[BlockLifetime]] = defaultdict(list)
+        for life in (life for at in times for life in history.lifetimes if belongs(at, life)):
+            origin = life.origin
+            shape = None if origin is None or origin.shape is None else tuple(origin.shape)
+            dtype = "" if origin is None or origin.dtype is None else str(origin.dtype)
+            kind = _KINDS.get(category_of(history, life), "Tensor")
+            groups[shape, dtype.removeprefix("torch."), kind].append(life)
+        found = [
+            Group(len(same), shape, dtype, kind, sum(life.nbytes for life in same))
+            for (shape, dtype, kind), same in groups.items()
+        ]
+        return tuple(sorted(found, key=lambda group: (-group.bytes, str(group))))
 
     return [
         Line(
@@ -194,23 +193,8 @@ def _lines(history: History, executions: Sequence[_Execution]) -> list[Line]:
             added=groups(times, lambda at, one: at.begin <= one.made_at < at.end <= one.freed_at),
             removed=groups(times, lambda at, one: one.made_at < at.begin <= one.freed_at < at.end),
         )
-        for (code, number), times in found.items()
+        for (code, number), times in by_line.items()
     ]
-
-
-def _groups(history: History, lives: Iterable[BlockLifetime]) -> tuple[Group, ...]:
-    groups: dict[tuple[Any, ...], list[BlockLifetime]] = defaultdict(list)
-    for life in lives:
-        origin = life.origin
-        shape = None if origin is None or origin.shape is None else tuple(origin.shape)
-        dtype = "" if origin is None or origin.dtype is None else str(origin.dtype)
-        kind = _KINDS.get(category_of(history, life), "Tensor")
-        groups[shape, dtype.removeprefix("torch."), kind].append(life)
-    found = [
-        Group(len(same), shape, dtype, kind, sum(life.nbytes for life in same))
-        for (shape, dtype, kind), same in groups.items()
-    ]
-    return tuple(sorted(found, key=lambda group: (-group.bytes, str(group))))
 
 
 _KINDS = {
@@ -219,10 +203,3 @@ _KINDS = {
     OPTIMIZER_STATE: "optimizer state",
     WORKSPACE: "workspace",
 }
-
-
-def shown(path: str) -> str:
-    """Return ``path`` relative to the current folder where it lies below it."""
-    folder = Path.cwd()
-    full = Path(path)
-    return full.relative_to(folder).as_posix() if full.is_relative_to(folder) else path

@@ -129,12 +129,12 @@ def _run(
     if find_spec("torch") is None:  # reported before another process is started in vain
         raise ModuleNotFoundError("torch is not installed", name="torch")
 
-    from pytest_gpumem.prediction.process import PredictionError, run_tests
+    from pytest_gpumem.prediction.process import PredictionError, Request, run_tests
     from pytest_gpumem.simulated.gpu.catalogue import Machine
 
     try:
-        machines = [Machine(one.model, 1) for one in runners]
-        answers = run_tests(given, machines, unbounded=True, dry=dry)
+        machines = tuple(Machine(one.model, 1) for one in runners)
+        answers = run_tests(Request(tuple(given), machines, unbounded=True, dry=dry))
     except ValueError as error:
         raise PredictionError(f"{' '.join(given)} was not run: {error}") from error
     by_test: dict[str, list[MachineResult]] = defaultdict(list)

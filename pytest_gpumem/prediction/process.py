@@ -1,29 +1,113 @@
-"""Tests on GPUs that are not present: they run on simulated ones, in a process of their own."""
+"""Tests on GPUs that are not present: they run on simulated ones, in a process of their own.
+
+The process is pytest with the arguments of the calling one, so that its conftest files, ini file,
+options and plugins apply, and with this module as a plugin. Whatever must not happen twice is
+switched off: reports, caches, baselines, workers, debuggers.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.prediction.child import ANSWER, INI, RAN_OUT, REQUEST, UNBOUNDED, Request
+import pytest
+
+from pytest_gpumem.device import ValueLevel
+from pytest_gpumem.device.select import SELECTOR, DeviceSelector
+from pytest_gpumem.option_values import DeviceChoice
+from pytest_gpumem.report.pytest_reports import ATTRIBUTE
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
+from pytest_gpumem.simulated.gpu.catalogue import Machine, find_gpu
 from pytest_gpumem.values.prediction import Prediction
 from pytest_gpumem.values.serialization import Plain
 
 if TYPE_CHECKING:
-    from pytest_gpumem.prediction.compiled import Mode
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.values.world import RequestedRank
+
+REQUEST = "PYTEST_GPUMEM_REQUEST"
+"""The environment variable with the path of a :class:`Request`; the answer is written beside it."""
+ANSWER = "answer.json"
+
+UNBOUNDED = 1 << 50
+"""Memory of a device on which everything fits, to see how much a program would need."""
+
+RAN_OUT = "it runs out of memory"
+"""The problem of a test that ran out of memory."""
+
+_OPTIONS: dict[str, Any] = {
+    "gpumem_all": True,
+    "gpumem_sim_scope": "session",  # a real GPU exists while modules are imported, too
+    "gpumem_report": ["off"],
+    "dist": "no",
+    "maxfail": 0,
+    "log_file": os.devnull,
+    **dict.fromkeys(("gpumem_update_baselines", "gpumem_prune_baselines", "gpumem_artifacts")),
+    **dict.fromkeys(("gpumem_share", "gpumem_shard", "numprocesses")),
+    **dict.fromkeys(("xmlpath", "report_log", "htmlpath")),
+    **dict.fromkeys(("usepdb", "trace", "lf", "failedfirst", "newfirst", "stepwise"), False),
+}
+"""Options of pytest and well-known plugins, by their names in ``config.option``."""
+
+INI = (
+    *("gpumem_prune_baselines=false", "gpumem_share=false", "gpumem_update_baselines="),
+    *("gpumem_report=", "gpumem_shard=", "gpumem_artifacts="),
+)
+"""Settings of the ini file that are overridden, as values of ``-o``."""
+
+
+EAGER, COMPILED = "eager", "compiled"
 
 
 class PredictionError(ValueError):
     """A program that cannot be predicted; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Mode(Plain):
+    """A way to run a program."""
+
+    code: str = ""
+    """:data:`EAGER` or :data:`COMPILED`."""
+    modules: bool = False
+    """Whether its modules are compiled because the program itself compiles nothing."""
+
+    @property
+    def compile(self) -> str:
+        """The argument ``compile`` of ``simulate``, for its calls of ``torch.compile``."""
+        return "eager" if self.code == EAGER else "auto"
+
+
+AS_IT_IS = Mode()
+
+
+@dataclass(frozen=True)
+class Request(Plain):
+    """Tests, and the machines on each of which they run."""
+
+    tests: tuple[str, ...]
+    """Node ids, or paths in front of ``::`` that are absolute."""
+    machines: tuple[Machine, ...]
+    unbounded: bool = False
+    """Whether a test that runs out of memory runs again with unlimited memory."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further values of ``config.option``, by name; none for a dry device."""
+    seconds: float | None = None
+    """Seconds after which no other test begins, and a running one gets as long again."""
+    mode: Mode = AS_IT_IS
+    dry: bool = False
+    """Whether each machine is a dry device, in a process of its own."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +124,6 @@ class MachineResult(Plain):
     """The reason of a skip or failure; where only a verdict failed it, its numbers are valid."""
 
     @property
-    def ran_out(self) -> bool:
-        """Whether it ended because memory did not suffice."""
-        return self.problem == RAN_OUT
-
-    @property
     def measured(self) -> bool:
         """Whether the body ran to its end on the device."""
         record = self.record
@@ -52,60 +131,33 @@ class MachineResult(Plain):
 
 
 def run_tests(
-    tests: Sequence[str],
-    machines: Sequence[Machine],
-    *,
-    arguments: Sequence[str] = (),
-    folder: Path | None = None,
-    unbounded: bool = False,
-    options: Mapping[str, Any] | None = None,
-    seconds: float | None = None,
-    modules_compiled: bool = False,
-    dry: bool = False,
+    request: Request, arguments: Sequence[str] = (), folder: Path | None = None
 ) -> list[MachineResult]:
-    """Run ``tests`` on each of ``machines``; the caller's process is not changed.
+    """Run the tests on each of the machines; the caller's process is not changed.
 
-    ``tests`` are node ids relative to ``folder``, or with absolute paths; ``arguments`` are those
-    of the calling pytest, and ``options`` values of its ``config.option``, by name. With
-    ``unbounded`` a test that runs out of memory runs again with unlimited memory. After so many
-    ``seconds`` no other test begins, and a running one gets as long again. With
-    ``modules_compiled`` each module that a test calls is compiled. Raises :class:`PredictionError`
-    where pytest does not get as far as running tests. With ``dry`` each machine is a dry device, in
-    a process of its own, which takes neither ``options`` nor ``seconds``.
+    ``arguments`` are those of the calling pytest in ``folder``. Raises :class:`PredictionError`
+    where pytest does not get as far as running tests.
     """
-    if not dry:
-        request = Request(
-            tuple(tests),
-            tuple(machines),
-            unbounded=unbounded,
-            options=dict(options or {}),
-            seconds=seconds,
-            modules_compiled=modules_compiled,
-        )
-        return _answers(request, arguments, folder)
+    if not request.dry:
+        return _answers(request, arguments, folder, {})
     from pytest_gpumem.dry.load import environment_of_option
 
     found = []
-    for machine in machines:
-        request = Request(tuple(tests), (machine,), dry=True)
-        for answer in _answers(
-            request, arguments, folder, environment_of_option(machine.model.name)
-        ):
-            if unbounded and answer.ran_out:
-                again = replace(request, tests=(answer.nodeid,))
-                (large,) = _answers(
-                    again, arguments, folder, environment_of_option(machine.model.name, UNBOUNDED)
-                )
+    for machine in request.machines:
+        gpu = machine.model.name
+        one = replace(request, machines=(machine,), unbounded=False)
+        for answer in _answers(one, arguments, folder, environment_of_option(gpu)):
+            if request.unbounded and answer.problem == RAN_OUT:
+                again = replace(one, tests=(answer.nodeid,))
+                larger = environment_of_option(gpu, UNBOUNDED)
+                (large,) = _answers(again, arguments, folder, larger)
                 answer = replace(large, fits=False)
             found.append(answer)
     return found
 
 
 def _answers(
-    request: Request,
-    arguments: Sequence[str],
-    folder: Path | None,
-    variables: Mapping[str, str] | None = None,
+    request: Request, arguments: Sequence[str], folder: Path | None, variables: Mapping[str, str]
 ) -> list[MachineResult]:
     """Return the answers of a process with these environment ``variables`` to ``request``."""
     seconds = request.seconds
@@ -115,14 +167,16 @@ def _answers(
         # Only tests follow ``--``.
         given = list(arguments)
         end = given.index("--") if "--" in given else len(given)
-        options = ["-p", "pytest_gpumem.prediction.child"]
+        options = ["-p", __name__]
+        if request.mode.code:
+            options.append(f"--gpumem-sim-compile={request.mode.compile}")
         for setting in (f"cache_dir={own / 'cache'}", *INI):
             options += ["-o", setting]
         try:
             ran = subprocess.run(
                 [sys.executable, "-m", "pytest", *given[:end], *options, *given[end:]],
                 cwd=folder,
-                env={**os.environ, **(variables or {}), REQUEST: str(own / "request.json")},
+                env={**os.environ, **variables, REQUEST: str(own / "request.json")},
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -150,7 +204,7 @@ def last_words(ran: subprocess.CompletedProcess[str]) -> str:
 
 
 def predict_test(
-    nodeid: str, gpus: Sequence[str], *, mode: Mode | None = None, dry: bool = False
+    nodeid: str, gpus: Sequence[str], *, mode: Mode = AS_IT_IS, dry: bool = False
 ) -> list[Prediction]:
     """Run a test on simulated or ``dry`` GPUs, in a process of its own; return the result for each.
 
@@ -160,15 +214,9 @@ def predict_test(
     ``nodeid`` is not one test, or does not run there.
     """
     models = {model.name: model for model in map(find_gpu, gpus)}
+    machines = tuple(Machine(model, 1) for model in models.values())
     try:
-        answers = run_tests(
-            [nodeid],
-            [Machine(model, 1) for model in models.values()],
-            arguments=[] if mode is None else [f"--gpumem-sim-compile={mode.compile}"],
-            unbounded=True,
-            modules_compiled=mode is not None and mode.modules,
-            dry=dry,
-        )
+        answers = run_tests(Request((nodeid,), machines, unbounded=True, mode=mode, dry=dry))
     except ValueError as error:
         raise PredictionError(f"{nodeid} was not run: {error}") from error
     tests = {answer.nodeid for answer in answers}
@@ -176,13 +224,167 @@ def predict_test(
         raise PredictionError(
             f"{nodeid} names {len(tests)} tests; give one of them, like {min(tests)}"
         )
-    return [_prediction(models[answer.gpu], answer, mode) for answer in answers]
+    predictions = []
+    for answer in answers:
+        gpu, total = answer.gpu, models[answer.gpu].total_memory
+        measured = answer.record.measurement if answer.measured and answer.record else None
+        if measured is None:
+            why = answer.problem or "it allocates nothing on the device"
+            raise PredictionError(f"{answer.nodeid} cannot be predicted for {gpu}: {why}")
+        fits, code = answer.fits, mode.code
+        predictions.append(Prediction.of(measured, gpu, total, fits=fits, code=code))
+    return predictions
 
 
-def _prediction(model: GpuModel, answer: MachineResult, mode: Mode | None) -> Prediction:
-    if not answer.measured or answer.record is None or answer.record.measurement is None:
-        why = answer.problem or "it allocates nothing on the device"
-        raise PredictionError(f"{answer.nodeid} cannot be predicted for {model.name}: {why}")
-    measured = answer.record.measurement
-    code = mode.code if mode else ""
-    return Prediction.of(measured, model.name, model.total_memory, fits=answer.fits, code=code)
+# The plugin of that process.
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
+    """Choose the machine before the plugin needs one."""
+    path = Path(os.environ[REQUEST])
+    selector = early_config.stash[SELECTOR] = Simulations(Request.from_file(path))
+    early_config.pluginmanager.register(_Runs(selector, path.parent), "gpumem-prediction")
+    return (yield)
+
+
+class Simulations(DeviceSelector):
+    """The choice of the present run's machine, whatever the options are."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.machine = request, request.machines[0]
+        super().__init__(DeviceChoice("auto", models=(self.machine.model.name,)))
+
+    def measured_device(
+        self, computed: ValueLevel = ValueLevel.AT_FIRST, requested: RequestedRank | None = None
+    ) -> None:
+        """Return nothing: no test is measured."""
+
+    def select(
+        self,
+        model: str | None,
+        *,
+        computed: ValueLevel = ValueLevel.AT_FIRST,
+        requested: RequestedRank | None = None,
+    ) -> Device:
+        """Return the device of the present machine."""
+        if self.request.dry:
+            return self._dry(computed, requested)
+        self.check_torch()
+        return self._simulate(self.machine, computed, requested)
+
+
+class _Runs:
+    """A plugin that runs all tests on each machine."""
+
+    def __init__(self, selector: Simulations, folder: Path) -> None:
+        self._request = request = selector.request
+        self._selector = selector
+        self._folder = folder
+        self._answers: list[dict[str, Any]] = []
+        self._present: dict[str, dict[str, Any]] = {}
+        self._short: set[str] = set()
+        """Tests that ran out of memory."""
+        self._end = math.inf if request.seconds is None else time.monotonic() + request.seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Replace the command line's options on tests, workers and reports."""
+        options = {**_OPTIONS, "basetemp": str(self._folder / "tmp"), **self._request.options}
+        for name, value in options.items():
+            if hasattr(config.option, name):
+                setattr(config.option, name, value)
+        config.args = list(self._request.tests)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run the tests; other plugins' hooks here are for one run on one machine."""
+        if session.testsfailed:
+            return None
+        with modules_compiled() if self._request.mode.modules else nullcontext():
+            for machine in self._request.machines:
+                found = self._run(session.items, machine)
+                short = [item for item in session.items if item.nodeid in self._short]
+                if short and self._request.unbounded:
+                    large = replace(machine.model, total_memory=UNBOUNDED)
+                    again = self._run(short, Machine(large, machine.count))
+                    found.update((name, {**one, "fits": False}) for name, one in again.items())
+                self._answers += found.values()
+        return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Record tests that ran out of memory; unittest's failures are known by now, too."""
+        import torch
+
+        report = yield
+        if call.excinfo is not None and call.excinfo.errisinstance(torch.OutOfMemoryError):
+            self._short.add(item.nodeid)
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        empty = {"nodeid": report.nodeid, "record": None, "fits": True, "problem": ""}
+        answer = self._present.setdefault(report.nodeid, empty)
+        if record := getattr(report, ATTRIBUTE, None):
+            answer["record"] = record
+        if not report.passed and not answer["problem"]:
+            answer["problem"] = RAN_OUT if report.nodeid in self._short else _problem(report)
+
+    def pytest_sessionfinish(self) -> None:
+        (self._folder / ANSWER).write_text(json.dumps(self._answers), encoding="utf-8")
+
+    def _run(self, items: list[pytest.Item], machine: Machine) -> dict[str, dict[str, Any]]:
+        self._selector.machine = machine
+        self._present, self._short = {}, set()
+        # After the last test everything is torn down: the next machine has fixtures of its own.
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            if time.monotonic() > self._end:
+                break
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        gpu = machine.model.name
+        return {nodeid: {**answer, "gpu": gpu} for nodeid, answer in self._present.items()}
+
+
+def _problem(report: pytest.TestReport) -> str:
+    """Return in one line why a test was skipped or failed."""
+    longrepr: Any = report.longrepr
+    if isinstance(longrepr, tuple):
+        return str(longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(longrepr, "reprcrash", None)
+    text = crash.message if crash else report.longreprtext
+    return next(filter(None, map(str.strip, text.splitlines())), report.outcome)
+
+
+@contextmanager
+def modules_compiled() -> Iterator[None]:
+    """Compile the modules called inside: each one that no other module calls."""
+    import torch
+
+    call = torch.nn.Module.__call__
+    made: list[torch.nn.Module] = []
+    inside = False
+
+    @functools.wraps(call)
+    def compiling(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return call(self, *args, **kwargs)
+        if self._compiled_call_impl is None:
+            self.compile()
+            made.append(self)
+        inside = True
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            inside = False
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch.nn.Module, "__call__", compiling)
+        try:
+            yield
+        finally:
+            for module in made:
+                module._compiled_call_impl = None

@@ -30,8 +30,8 @@ from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.prediction.function import device_here
+from pytest_gpumem.prediction.process import UNBOUNDED
 from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
 from pytest_gpumem.script.process import ITERATION, LOAD, Request, ScriptResult
@@ -262,7 +262,14 @@ def main(path: str) -> None:
         why = "--gpu cuda: torch sees no CUDA device; name a model to be simulated"
         ScriptResult(endings.NOT_RUN, why).to_file(request.answer)
         return
-    device = _device(request)
+    device: Device
+    if request.gpu == endings.MEASURED or request.gpu.startswith(endings.DRY):
+        device = device_here(request.computed)
+    else:
+        machine = find_machine(request.gpu)
+        if request.unbounded:
+            machine = Machine(replace(machine.model, total_memory=UNBOUNDED), machine.count)
+        device = SimulatedDevice(machine, real_values=request.computed is ValueLevel.ALL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run = run_measured(request, device, resources)
@@ -279,15 +286,6 @@ def main(path: str) -> None:
     ):
         print(run.error.code, file=sys.stderr)  # as Python does for sys.exit("why")
     answer.to_file(request.answer)
-
-
-def _device(request: Request) -> Device:
-    if request.gpu == endings.MEASURED or request.gpu.startswith(endings.DRY):
-        return device_here(request.computed)
-    machine = find_machine(request.gpu)
-    if request.unbounded:
-        machine = Machine(replace(machine.model, total_memory=UNBOUNDED), machine.count)
-    return SimulatedDevice(machine, real_values=request.computed is ValueLevel.ALL)
 
 
 def _answer(run: ScriptRun, device: Device) -> ScriptResult:
@@ -309,10 +307,10 @@ def _answer(run: ScriptRun, device: Device) -> ScriptResult:
         round(run.seconds, 2),
         device.environment.gpu,
         device.total_memory,
-        torch.__version__.partition("+")[0],
-        run.measurements,
-        found.to_dict() if found else None,
-        tuple(found.lines()) if found else (),
+        torch=torch.__version__.partition("+")[0],
+        measurements=run.measurements,
+        out_of_memory=found.to_dict() if found else None,
+        post_mortem=tuple(found.lines()) if found else (),
         used_placeholder=used,
         again=again or "",
         further=computing.next_level if computing is not None and again else None,

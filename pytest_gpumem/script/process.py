@@ -79,6 +79,8 @@ class ScriptResult(Plain):
     seconds: float = 0.0
     gpu: str = ""
     total_memory: int = 0
+    fits: bool = True
+    """Whether memory sufficed; if not, its numbers may be those of a run with unlimited memory."""
     torch: str = ""
     measurements: tuple[Measurement, ...] = ()
     """The measurements of the requested device first, then of others that were used."""
@@ -120,23 +122,8 @@ main(sys.argv[2])
 """The child's start; it makes Ctrl-C end the process silently until the script begins."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """The results of a script on one GPU."""
-
-    answer: ScriptResult
-    fits: bool = True
-    larger: ScriptResult | None = None
-    """The answer of a second run with unlimited memory, if the script does not fit."""
-
-    @property
-    def reported_answer(self) -> ScriptResult:
-        """The answer whose numbers are the script's."""
-        return self.larger or self.answer
-
-
-def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool) -> Result:
-    """Return the results of ``script`` on ``gpu``: a machine, ``"cuda"`` or ``"dry:H100"``.
+def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool) -> ScriptResult:
+    """Return the result of ``script`` on ``gpu``: a machine, ``"cuda"`` or ``"dry:H100"``.
 
     Where ``quiet`` its output goes to stderr.
     """
@@ -148,16 +135,24 @@ def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool)
         request = replace(request, computed=computed, again=why)
         answer = _answered(request, quiet=quiet)
     _check(answer, request)
-    fits = answer.ending != OUT_OF_MEMORY
-    if fits or gpu == MEASURED or gpu.startswith(DRY):
-        return Result(answer, fits)
+    if answer.ending != OUT_OF_MEMORY:
+        return answer
+    answer = replace(answer, fits=False)
+    if gpu == MEASURED or gpu.startswith(DRY):
+        return answer
     _print(
         f"{script.name} ran out of memory on {answer.gpu}. Running again without a memory limit, "
         "to see what it needs"
     )
     larger = _answered(replace(request, unbounded=True), quiet=quiet)
     _check(larger, request)
-    return Result(answer, fits, larger)
+    return replace(
+        larger,
+        fits=False,
+        total_memory=answer.total_memory,
+        out_of_memory=answer.out_of_memory,
+        post_mortem=answer.post_mortem,
+    )
 
 
 def _print(sentence: str) -> None:

@@ -88,7 +88,9 @@ def selected(parts: Parts, items: Sequence[pytest.Item]) -> None:
     if not (parts.selector.off or parts.is_one_of_several):
         expectations = map(parts.expectations.of, items)
         if any(expectation and expectation.isolate for expectation in expectations):
-            parts.isolation.prepare()
+            from pytest_gpumem.session.isolated import prepare
+
+            prepare()
     if parts.launched is not None:
         parts.launched.join_ranks(items, parts.expectations)
     if parts.sharing is not None and parts.is_worker:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement.nvml import NvmlReading
     from pytest_gpumem.options import Settings
     from pytest_gpumem.session.hooks import Hooks
-    from pytest_gpumem.session.isolated import Isolation
     from pytest_gpumem.session.launched import TorchrunRank
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.sharing import Sharing
@@ -133,13 +132,6 @@ class Parts:
         from pytest_gpumem.session.hooks import Hooks
 
         return Hooks(self.config)
-
-    @cached_property
-    def isolation(self) -> Isolation:
-        """The runner of tests in processes of their own."""
-        from pytest_gpumem.session.isolated import Isolation
-
-        return Isolation(self.config)
 
     @cached_property
     def predictions(self) -> Predictions:

@@ -53,108 +53,100 @@ _OPTIONS_OF_ONE_TEST: Mapping[str, Any] = {
 """Options that the process of a single test does not share."""
 
 
-class Isolation:
-    """A runner of tests that request a process of their own."""
+def prepare() -> Any:
+    """Start the fork server in the background; return the context in which processes start."""
+    methods = multiprocessing.get_all_start_methods()
+    if "forkserver" not in methods:
+        return multiprocessing.get_context("spawn")
+    from multiprocessing.forkserver import ensure_running
 
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-        methods = multiprocessing.get_all_start_methods()
-        method = "forkserver" if "forkserver" in methods else "spawn"
-        self._context: Any = multiprocessing.get_context(method)
-        self._count = 0
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED])
+    ensure_running()
+    return context
 
-    def prepare(self) -> None:
-        """Start the fork server in the background."""
-        if self._context.get_start_method() == "forkserver":
-            from multiprocessing.forkserver import ensure_running
 
-            self._context.set_forkserver_preload([*PRELOADED])
-            ensure_running()
+def run(item: pytest.Item, nextitem: pytest.Item | None, processes: int) -> None:
+    """Run ``item`` in as many ``processes`` of its own, and report on it as pytest would."""
+    context = prepare()
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    with _served(processes) as environments:
+        reports = _reports(item, environments, context)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.session._setupstate.teardown_exact(nextitem)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
-    def run(self, item: pytest.Item, nextitem: pytest.Item | None, processes: int) -> None:
-        """Run ``item`` in as many ``processes``, and report on it as pytest would."""
-        self.prepare()
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        with _served(processes) as environments:
-            reports = self._reports(item, environments)
-        for report in reports:
-            item.ihook.pytest_runtest_logreport(report=report)
-        item.session._setupstate.teardown_exact(nextitem)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
-    def _reports(
-        self, item: pytest.Item, environments: Sequence[Mapping[str, str]]
-    ) -> list[pytest.TestReport]:
-        """Return the reports of the first process; there is one for each environment."""
-        self._count += 1
-        started: dict[Connection, Any] = {}
-        """The processes by their connection, in the order of ranks."""
-        try:
-            for rank, environment in enumerate(environments):
-                receiver, sender = self._context.Pipe(duplex=False)
-                arguments = sender, *self._job(item, environment, rank)
-                process = self._context.Process(target=_serve, args=arguments)
-                process.start()
-                sender.close()
-                started[receiver] = process
-            data, problem = _answers(started)
-        finally:
-            for connection in started:
-                connection.close()
-            for process in started.values():
-                process.join(_GRACE)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-        read = self._config.hook.pytest_report_from_serializable
-        reports = [read(config=self._config, data=one) for one in data]
-        if not reports or problem:
-            text = problem or "it has no such test: what is collected there differs"
-            name = "" if len(environments) > 1 else "the process of its own: "
-            failure = pytest.TestReport(
-                item.nodeid, item.location, {}, "failed", f"{name}{text}", "call"
-            )
-            reports = [*reports[:1], failure]
-        return reports
+def _reports(
+    item: pytest.Item, environments: Sequence[Mapping[str, str]], context: Any
+) -> list[pytest.TestReport]:
+    """Return the reports of the first process; there is one for each environment."""
+    started: dict[Connection, Any] = {}
+    """The processes by their connection, in the order of ranks."""
+    try:
+        for environment in environments:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_serve, args=(sender, *_job(item, environment)))
+            process.start()
+            sender.close()
+            started[receiver] = process
+        data, problem = _answers(started)
+    finally:
+        for connection in started:
+            connection.close()
+        for process in started.values():
+            process.join(_GRACE)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    read = item.config.hook.pytest_report_from_serializable
+    reports = [read(config=item.config, data=one) for one in data]
+    if not reports or problem:
+        text = problem or "it has no such test: what is collected there differs"
+        name = "" if len(environments) > 1 else "the process of its own: "
+        failure = pytest.TestReport(
+            item.nodeid, item.location, {}, "failed", f"{name}{text}", "call"
+        )
+        reports = [*reports[:1], failure]
+    return reports
 
-    @property
-    def _worker(self) -> Mapping[str, Any]:
-        """The input that a worker of pytest-xdist would receive."""
-        config = self._config
-        if hasattr(config, "workerinput"):
-            # Not the channel of shared devices: the child shares none.
-            received = config.workerinput.items()
-            return {name: value for name, value in received if _can_travel(value)}
-        own: dict[str, Any] = {"workerid": "master", "workercount": 1}
-        node = SimpleNamespace(config=config, workerinput=own)
-        hook = getattr(config.hook, "pytest_configure_node", None)
-        for implementation in hook.get_hookimpls() if hook is not None else ():
-            # Only this plugin's pytest_configure reads, in a worker, values that this hook sets.
-            if type(implementation.plugin).__module__ == "pytest_rerunfailures":
-                implementation.function(node)
-        return own
 
-    def _job(
-        self, item: pytest.Item, environment: Mapping[str, str], rank: int
-    ) -> tuple[str, Mapping[str, Any], Mapping[str, str], Path, Mapping[str, Any]]:
-        """Return the arguments of :func:`_serve` after the connection."""
-        config = self._config
-        path, separator, name = item.nodeid.partition("::")
-        options = {
-            name: value
-            for name, value in vars(config.option).items()
-            if name != "file_or_dir" and _can_travel(value)
-        }
-        base = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-        options |= {
-            **_OPTIONS_OF_ONE_TEST,
-            "basetemp": str(base / f"isolated-{self._count}-{rank}"),
-            "inifilename": str(config.inipath) if config.inipath else None,
-            "plugins": [*options.get("plugins", ()), "no:terminal"],
-            "rootdir": str(config.rootpath),
-        }
-        test = f"{config.rootpath / path}{separator}{name}"
-        return test, options, {**os.environ, **environment}, Path.cwd(), self._worker
+def _job(item: pytest.Item, environment: Mapping[str, str]) -> tuple[Any, ...]:
+    """Return the arguments of :func:`_serve` after the connection."""
+    config = item.config
+    path, separator, name = item.nodeid.partition("::")
+    options = {
+        name: value
+        for name, value in vars(config.option).items()
+        if name != "file_or_dir" and _can_travel(value)
+    }
+    base = config._tmp_path_factory.mktemp("isolated")  # type: ignore[attr-defined]
+    options |= {
+        **_OPTIONS_OF_ONE_TEST,
+        "basetemp": str(base),
+        "inifilename": str(config.inipath) if config.inipath else None,
+        "plugins": [*options.get("plugins", ()), "no:terminal"],
+        "rootdir": str(config.rootpath),
+    }
+    test = f"{config.rootpath / path}{separator}{name}"
+    return test, options, {**os.environ, **environment}, Path.cwd(), _worker(config)
+
+
+def _worker(config: pytest.Config) -> Mapping[str, Any]:
+    """Return the input that a worker of pytest-xdist would receive."""
+    if hasattr(config, "workerinput"):
+        # Not the channel of shared devices: the child shares none.
+        received = config.workerinput.items()
+        return {name: value for name, value in received if _can_travel(value)}
+    own: dict[str, Any] = {"workerid": "master", "workercount": 1}
+    node = SimpleNamespace(config=config, workerinput=own)
+    hook = getattr(config.hook, "pytest_configure_node", None)
+    for implementation in hook.get_hookimpls() if hook is not None else ():
+        # Only this plugin's pytest_configure reads, in a worker, values that this hook sets.
+        if type(implementation.plugin).__module__ == "pytest_rerunfailures":
+            implementation.function(node)
+    return own
 
 
 def _answers(started: Mapping[Connection, Any]) -> tuple[Sequence[Mapping[str, Any]], str]:

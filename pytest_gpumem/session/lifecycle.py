@@ -70,7 +70,9 @@ class TestLifecycle:
             return False
         if (processes := parts.expectations.processes(item)) is None:
             return False
-        parts.isolation.run(item, nextitem, processes)
+        from pytest_gpumem.session.isolated import run
+
+        run(item, nextitem, processes)
         return True
 
     def begin(

@@ -63,23 +63,22 @@ class Predictions:
     def _predicted(
         self, items: dict[str, pytest.Item], device: CudaDevice, seconds: float | None = None
     ) -> dict[str, PredictedTest]:
-        from pytest_gpumem.prediction.process import PredictionError, run_tests
+        from pytest_gpumem.prediction.process import PredictionError, Request, run_tests
 
         config, machine = self._config, device.machine
         # A worker receives pytest's arguments from the controller.
         given = getattr(config, "workerinput", {}).get(ARGUMENTS, config.invocation_params.args)
         seed = getattr(config.option, "randomly_seed", None)  # chosen by pytest-randomly
         names = [without_group(item.nodeid).partition("::")[2] for item in items.values()]
+        request = Request(
+            # A path that is absolute means the same in every folder.
+            tuple(f"{item.path}::{name}" for item, name in zip(items.values(), names, strict=True)),
+            (machine,),
+            options={"randomly_seed": seed} if isinstance(seed, int) else {},
+            seconds=seconds,
+        )
         try:
-            answers = run_tests(
-                # A path that is absolute means the same in every folder.
-                [f"{item.path}::{name}" for item, name in zip(items.values(), names, strict=True)],
-                [machine],
-                arguments=list(map(os.fspath, given)),
-                folder=config.invocation_params.dir,
-                options={"randomly_seed": seed} if isinstance(seed, int) else {},
-                seconds=seconds,
-            )
+            answers = run_tests(request, list(map(os.fspath, given)), config.invocation_params.dir)
         except PredictionError as error:
             unknown = PredictedTest(machine.model.name, None, f"it was not simulated: {error}")
             return dict.fromkeys(items, unknown)

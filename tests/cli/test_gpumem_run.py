@@ -13,7 +13,7 @@ import torch
 from pytest_gpumem.cli import main
 from pytest_gpumem.cli.run import lines
 from pytest_gpumem.script.entry import Script
-from pytest_gpumem.script.process import Result, ScriptResult
+from pytest_gpumem.script.process import ScriptResult
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 pytest_plugins = ["pytester"]
@@ -285,7 +285,7 @@ def test_many_iterations_are_left_out_but_for_those_that_tell_something() -> Non
     measured = Measurement("cuda:0", True, 4 * MIB, 4 * MIB, 0, 0, None, 0, phases=phases)
     answer = ScriptResult("stopped", steps=9, gpu="T4", torch="2.13.0", measurements=(measured,))
 
-    shown = list(lines(Script("train.py"), [Result(answer)], None, 1000))
+    shown = list(lines(Script("train.py"), [answer], None, 1000))
     assert [line.split()[0] for line in shown[3:9]] == [
         *("load", "iteration_1", "iteration_2", "iteration_6", "iteration_9"),
         "5",

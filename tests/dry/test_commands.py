@@ -35,6 +35,10 @@ def large():
     torch.empty(20 * 2**30, dtype=torch.uint8, device="cuda")
 
 
+def talk():
+    print("{", torch.empty(2**20, dtype=torch.uint8, device="cuda").nbytes, end="")
+
+
 def decide():
     total = torch.rand(4).cuda().exp().sum()
     torch.empty(2**20 if total > 4 else 2**21, dtype=torch.uint8, device="cuda")
@@ -119,6 +123,20 @@ def test_predict_of_a_function_is_the_same(project: Path, simulated: Any) -> Non
 
     assert [one["gpu"] for one in dry["gpus"]] == ["T4", "H100"]
     assert dry == simulated[FUNCTION]
+
+
+def test_what_a_function_prints_is_shown_above_the_answer(project: Path) -> None:
+    program = [sys.executable, "-m", "pytest_gpumem.cli", "predict", "train.py:talk"]
+    done = subprocess.run(
+        [*program, "--device", "dry:T4"],
+        cwd=project,
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("{ 1048576train.py:talk, torch ")
 
 
 def test_predict_of_a_test_is_the_same(project: Path, simulated: Any) -> None:
