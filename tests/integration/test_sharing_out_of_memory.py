@@ -269,9 +269,9 @@ for _ in range(int(sys.argv[2])):
     while not device.take(10 << 30):
         time.sleep(0.01)
     Path("taken").touch()
-    time.sleep(2)
+    time.sleep(1)
     device.give(10 << 30)
-    time.sleep(0.5)
+    time.sleep(0.25)
 time.sleep(600)
 """
 
