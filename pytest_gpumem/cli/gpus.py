@@ -253,19 +253,19 @@ def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
     now = time.time()
     for device in devices:
         name = device["name"]
-        for verb, leases in (("runs", state.running), ("waits", state.waiting)):
+        for verb, tests in (("runs", state.running), ("waits", state.waiting)):
             device[verb] = [
                 {
-                    "nodeid": lease.nodeid,
-                    "run": lease.run,
-                    "worker": lease.worker,
-                    "pid": lease.process.pid,
-                    "bytes": lease.request.needs[name],
-                    "alone": lease.request.exclusive,
-                    "seconds": round(now - lease.request.since, 3),
+                    "nodeid": test.nodeid,
+                    "run": test.run,
+                    "worker": test.worker,
+                    "pid": test.pid,
+                    "bytes": test.needs[name],
+                    "alone": test.exclusive,
+                    "seconds": round(now - test.since, 3),
                 }
-                for lease in leases
-                if name in lease.request.needs
+                for test in tests
+                if name in test.needs
             ]
         device["workers"] = _between_tests(state, name, pids)
 
@@ -273,7 +273,7 @@ def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
 def _between_tests(state: State, device: str, pids: Mapping[int, int]) -> list[dict[str, Any]]:
     """Return the workers that hold memory of ``device`` and run no test on it."""
     found = state.devices[device]
-    busy = {lease.request.owner for lease in state.running if device in lease.request.needs}
+    busy = {test.owner for test in state.running if device in test.needs}
     return [
         {"pid": pids[worker], "context": context, "fixtures": found.fixtures[worker]}
         for worker, context in found.contexts.items()

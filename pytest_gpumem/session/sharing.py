@@ -191,18 +191,13 @@ class Sharing:
         if self._ledger is None:
             return []
         capacity = max(gate.first.capacity for gate in self._gates.values())
-        return usages(self._ledger.log(), self._run, capacity)
+        return usages(self._ledger.stays(), self._run, capacity)
 
     def _send_released(self, admission: Admission) -> None:
         """Send the controller the bytes that a finished test had, and since when."""
-        who = (self._run, self._name, os.getpid(), admission.nodeid)
-        events = (admission.granted, "granted"), (time.time(), "released")
-        entries = [
-            [*event, *who, device, size]
-            for device, size in admission.reserved.items()
-            for event in events
-        ]
-        self._channel.send(entries=entries)
+        who, span = (self._run, self._name, admission.nodeid), (admission.granted, time.time())
+        stays = [[*who, device, *span, size] for device, size in admission.reserved.items()]
+        self._channel.send(stays=stays)
 
     def neighbours(self) -> int | None:
         """Return the number of other tests that the current one has shared its devices with."""

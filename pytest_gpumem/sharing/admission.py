@@ -88,6 +88,12 @@ class Request:
     priority: int = 0
     guaranteed: bool = True
     """``False`` for an opportunistic test: it goes last."""
+    nodeid: str = ""
+    run: str = ""
+    worker: str = ""
+    """The name of its worker in that run."""
+    pid: int = 0
+    """The worker's process."""
 
 
 @dataclass(frozen=True)
