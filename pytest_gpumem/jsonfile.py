@@ -78,7 +78,7 @@ def document(content: bytes, package: str, version: int, **hooks: Any) -> dict[s
 def schema_problem(package: str, data: Any) -> str | None:
     """Return where and how ``data`` departs from ``package``'s ``schema.json``, ``None`` if not."""
     acceptors = _acceptors(package)
-    if acceptors.of(acceptors.root)(data):
+    if acceptors.whole(data):
         return None
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
@@ -90,7 +90,8 @@ def schema_problem(package: str, data: Any) -> str | None:
         if not acceptors.named(reference)(value):
             yield from usual(validator, reference, value, schema)
 
-    validator = extend(Draft202012Validator, {"$ref": ref})(acceptors.root)
+    kind = extend(Draft202012Validator, {"$ref": ref})  # type: ignore[no-untyped-call]
+    validator = kind(acceptors.root)
     error = best_match(validator.iter_errors(data))
     if error is None:
         return None
@@ -139,6 +140,8 @@ class Acceptors:
     def __init__(self, root: Schema) -> None:
         self.root = root
         self._named: dict[str, Accepts] = {}
+        self.whole = self.of(root)
+        """The function for a document."""
 
     def named(self, reference: str) -> Accepts:
         """Return the function for the schema that ``$ref`` names."""
@@ -149,8 +152,10 @@ class Acceptors:
             self._named[reference] = self.of(schema)
         return self._named[reference]
 
-    def of(self, schema: Schema) -> Accepts:
+    def of(self, schema: Schema | bool) -> Accepts:
         """Return the function for ``schema``."""
+        if isinstance(schema, bool):
+            return lambda value: schema
         if unknown := schema.keys() - (_ANNOTATIONS | _CHOICES | _CONDITIONS):
             raise NotImplementedError(f"JSON schema keywords {sorted(unknown)}")
         parts: list[Accepts] = []
@@ -171,14 +176,14 @@ class Acceptors:
         kinds = {
             kind for name in ([names] if isinstance(names, str) else names) for kind in _TYPES[name]
         }
-        low, high = schema.get("minimum", float("-inf")), schema.get("maximum", float("inf"))
-        shortest = schema.get("minLength", 0)
+        low: float = schema.get("minimum", float("-inf"))
+        high: float = schema.get("maximum", float("inf"))
+        shortest: int = schema.get("minLength", 0)
         required = frozenset(schema.get("required", ()))
         known = {name: self.of(sub) for name, sub in schema.get("properties", {}).items()}
-        further = schema.get("additionalProperties", True)
-        other = self.of(further) if isinstance(further, Mapping) else lambda value: further
+        other = self.of(schema.get("additionalProperties", True))
+        item = self.of(schema.get("items", True))
         items = schema.get("items", {})
-        item = self.of(items) if items else None
         are_integers = items.get("type") == "integer" and items.keys() <= {"type", "description"}
 
         def accepts(value: Any) -> bool:
@@ -192,7 +197,7 @@ class Acceptors:
             if kind is list:
                 if are_integers and set(map(type, value)) <= {int}:
                     return True  # long ones are checked in C only
-                return item is None or all(map(item, value))
+                return all(map(item, value))
             if kind is str:
                 return len(value) >= shortest
             return kind not in (int, float) or low <= value <= high
