@@ -22,18 +22,15 @@ from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.device_admissions import DeviceAdmissions, interruptible
 from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.item import MeasuredItem
-from pytest_gpumem.session.predictions import Predictions
+from pytest_gpumem.session.predictions import Predictions, foreseen, is_worth_it
 from pytest_gpumem.session.rerun import can_run_again
-from pytest_gpumem.sharing.admission import Need
+from pytest_gpumem.sharing.admission import RESERVED_PER_ALLOCATED, Need
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.learned import Learned, TestCost, learned_before
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.usage import RunUsage
+from pytest_gpumem.sharing.usage import RunUsage, usages
 from pytest_gpumem.values.measurement import Measurement
-
-RESERVED_PER_ALLOCATED = 1.1
-"""The factor on allocated bytes of a limit or baseline that estimates the reserved ones."""
 
 
 class Sharing:
@@ -159,8 +156,6 @@ class Sharing:
 
     def _foresee(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
         """Simulate unknown needs of tests on a real GPU, where that saves its time."""
-        from pytest_gpumem.session.predictions import foreseen, is_worth_it
-
         unknown = [
             (item, device)
             for item, expectation, device in tests
@@ -186,8 +181,6 @@ class Sharing:
 
     def usages(self) -> list[RunUsage]:
         """Return the usage of the devices that this process shared."""
-        from pytest_gpumem.sharing.usage import usages
-
         if self._ledger is None:
             return []
         capacity = max(gate.first.capacity for gate in self._gates.values())

@@ -22,6 +22,9 @@ from pytest_gpumem.sizes import format_size
 PATIENCE = 60.0
 """Seconds of waiting that weigh as much as one step of priority, so that no test starves."""
 
+RESERVED_PER_ALLOCATED = 1.1
+"""The factor on allocated bytes of a limit or baseline that estimates the reserved ones."""
+
 
 @dataclass(frozen=True)
 class Need:
