@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -26,7 +25,7 @@ from pytest_gpumem.session.predictions import Predictions, foreseen, is_worth_it
 from pytest_gpumem.session.rerun import can_run_again
 from pytest_gpumem.sharing.admission import RESERVED_PER_ALLOCATED, Need
 from pytest_gpumem.sharing.database import SharingError, default_folder
-from pytest_gpumem.sharing.gate import Admission, Gate
+from pytest_gpumem.sharing.gate import Gate
 from pytest_gpumem.sharing.learned import Learned, TestCost, learned_before
 from pytest_gpumem.sharing.ledger import Ledger
 from pytest_gpumem.sharing.usage import RunUsage, usages
@@ -75,9 +74,7 @@ class Sharing:
             self._unusable = str(error)
             yield
             return
-        self.admissions = DeviceAdmissions(
-            gate, item.nodeid, need, device, is_elastic, self._send_released
-        )
+        self.admissions = DeviceAdmissions(gate, item.nodeid, need, device, is_elastic)
         try:
             self.admissions.enter()
             yield
@@ -186,12 +183,6 @@ class Sharing:
         capacity = max(gate.first.capacity for gate in self._gates.values())
         return usages(self._ledger.stays(), self._run, capacity)
 
-    def _send_released(self, admission: Admission) -> None:
-        """Send the controller the bytes that a finished test had, and since when."""
-        who, span = (self._run, self._name, admission.nodeid), (admission.granted, time.time())
-        stays = [[*who, device, *span, size] for device, size in admission.reserved.items()]
-        self._channel.send(stays=stays)
-
     def neighbours(self) -> int | None:
         """Return the number of other tests that the current one has shared its devices with."""
         if self._ledger is None or self.admissions is None or self.admissions.admission is None:
@@ -221,6 +212,7 @@ class Sharing:
                 tear_down_fixtures=lambda: item.session._setupstate.teardown_exact(None),
                 patience=self._settings.share_timeout,
                 waits=self._channel.report_wait,
+                released=lambda stays: self._channel.send(stays=list(map(list, stays))),
             )
         return self._gates[device]
 

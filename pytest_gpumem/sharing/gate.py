@@ -11,7 +11,7 @@ from pytest_gpumem.sharing import database
 from pytest_gpumem.sharing.admission import Budget, Need
 from pytest_gpumem.sharing.database import UNKNOWN_PROCESS, Process, SharingError
 from pytest_gpumem.sharing.devices import HostDevice
-from pytest_gpumem.sharing.ledger import Ledger, State
+from pytest_gpumem.sharing.ledger import Ledger, State, Stay
 from pytest_gpumem.sizes import format_size
 
 FIRST_PAUSE = 0.005
@@ -30,8 +30,6 @@ class Admission:
     """Seconds."""
     waited_for: str
     """The holders of the memory when the test was last seen waiting; empty if it did not wait."""
-    reserved: Mapping[str, int]
-    """Bytes by device that are the test's while it runs."""
     alone: bool
     """Whether nothing else runs on its devices."""
     granted: float = field(default_factory=time.time)
@@ -56,6 +54,8 @@ class Gate:
     """The seconds that a test may wait."""
     waits: Callable[[str, float, str], None] = lambda *waiting: None
     """A function called repeatedly while a test waits, with its id, the seconds and the holders."""
+    released: Callable[[Sequence[Stay]], None] = lambda stays: None
+    """A function called with the stays of each test at its end."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -82,7 +82,7 @@ class Gate:
             with suppress(SharingError):
                 self.declare()
             with suppress(SharingError):
-                self.ledger.release(test)
+                self.released(self.ledger.release(test))
 
     def _waited(self, test: int, nodeid: str, need: Need, needs: Mapping[str, int]) -> Admission:
         began = crowded = self.clock()
@@ -103,7 +103,7 @@ class Gate:
             answer = self.ledger.try_grant(test, view)
             if answer.granted:
                 alone = not any(one.needs.keys() & needs.keys() for one in answer.state.running)
-                return Admission(nodeid, test, need, waited, holders, needs, alone)
+                return Admission(nodeid, test, need, waited, holders, alone)
             if answer.must_tear_down and not is_torn_down:
                 # Only once: what is left after that is a leak, which no teardown frees.
                 is_torn_down = True

@@ -165,11 +165,12 @@ class Ledger(Database):
         """Return whether ``test``, which runs, has to make room for another."""
         return any(self.execute("SELECT 1 FROM test WHERE id = ? AND has_to_yield", (test,)))
 
-    def release(self, test: int) -> None:
-        """Remove a test, whether it runs or waits."""
+    def release(self, test: int) -> list[Stay]:
+        """Remove a test, whether it runs or waits; return its stays if it ran."""
         with self.transaction():
-            self._log(one for one in self._requests(runs=True) if one.id == test)
+            stays = self._log(one for one in self._requests(runs=True) if one.id == test)
             self.execute("DELETE FROM test WHERE id = ?", (test,))
+            return stays
 
     def neighbours(self, worker: int) -> int | None:
         """Return how many other tests have used the devices of ``worker``'s running test."""
@@ -224,15 +225,16 @@ class Ledger(Database):
         self._log(one for one in self._requests(runs=True) if one.owner == worker)
         self.execute("DELETE FROM worker WHERE id = ?", (worker,))
 
-    def _log(self, ended: Iterable[Request]) -> None:
+    def _log(self, ended: Iterable[Request]) -> list[Stay]:
         """Keep the stays of tests that end now."""
         now = self._clock()
-        rows = [
+        stays = [
             Stay(one.run, one.worker, one.nodeid, device, one.since, now, size)
             for one in ended
             for device, size in one.needs.items()
         ]
-        self.executemany("INSERT INTO stay VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+        self.executemany("INSERT INTO stay VALUES (?, ?, ?, ?, ?, ?, ?)", stays)
+        return stays
 
     def _insert(self, columns: str, *row: object) -> int:
         """Insert a row; return its number."""
