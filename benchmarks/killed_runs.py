@@ -102,7 +102,7 @@ class Campaign:
 
     def _owners(self) -> list[int]:
         ledger = Ledger(self._shared)
-        running = [lease.process.pid for lease in ledger.state({}).running]
+        running = [test.pid for test in ledger.state({}).running]
         ledger.close()
         return running
 

@@ -134,15 +134,13 @@ def _is_answer(function: Any) -> bool:
     declared = getattr(function, "__annotations__", {}).get("return", _UNKNOWN)
     if declared is not _UNKNOWN:
         return getattr(declared, "__name__", declared) in _FACTS
-    return any(map(_returns_a_value, pairwise(dis.get_instructions(function))))
-
-
-def _returns_a_value(instructions: tuple[dis.Instruction, dis.Instruction]) -> bool:
-    before, last = instructions
-    if last.opname == "RETURN_CONST":
-        return last.argval is not None
-    is_none = before.opname == "LOAD_CONST" and before.argval is None
-    return last.opname == "RETURN_VALUE" and not is_none
+    for before, last in pairwise(dis.get_instructions(function)):
+        loads_none = before.opname == "LOAD_CONST" and before.argval is None
+        if last.opname == "RETURN_CONST" and last.argval is not None:
+            return True
+        if last.opname == "RETURN_VALUE" and not loads_none:
+            return True
+    return False
 
 
 @functools.lru_cache(maxsize=1)

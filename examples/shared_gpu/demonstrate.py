@@ -43,9 +43,9 @@ def run(workers: int, seed: int, folder: str) -> tuple[str, RunUsage]:
         check=False,
     )
     ledger = Ledger(Path(folder))
-    log = ledger.log()
+    stays = ledger.stays()
     ledger.close()
-    (usage,) = usages(log, log[-1].run, CAPACITY)
+    (usage,) = usages(stays, stays[-1].run, CAPACITY)
     return found.stdout.splitlines()[-1].strip("= "), usage
 
 

@@ -253,22 +253,22 @@ def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
     now = time.time()
     for device in devices:
         name = device["name"]
-        for verb, leases in (("runs", state.running), ("waits", state.waiting)):
+        for verb, tests in (("runs", state.running), ("waits", state.waiting)):
             device[verb] = [
                 {
-                    "nodeid": lease.nodeid,
-                    "run": lease.run,
-                    "worker": lease.worker,
-                    "pid": lease.process.pid,
-                    "bytes": lease.request.needs[name],
-                    "alone": lease.request.exclusive,
-                    "seconds": round(now - lease.request.since, 3),
+                    "nodeid": test.nodeid,
+                    "run": test.run,
+                    "worker": test.worker,
+                    "pid": test.pid,
+                    "bytes": test.needs[name],
+                    "alone": test.exclusive,
+                    "seconds": round(now - test.since, 3),
                 }
-                for lease in leases
-                if name in lease.request.needs
+                for test in tests
+                if name in test.needs
             ]
         found = state.devices[name]
-        busy = {lease.request.owner for lease in state.running if name in lease.request.needs}
+        busy = {test.owner for test in state.running if name in test.needs}
         # Those that hold memory of it and run no test on it.
         device["workers"] = [
             {"pid": pids[worker], "context": context, "fixtures": found.fixtures[worker]}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,43 +18,28 @@ SEED = 67280421310721
 c10/core/GeneratorImpl.h, 2.6 to 2.15). Torch seeds the CPU's by chance."""
 
 
-_Restore = Callable[[], Any]
-
-
 @contextmanager
 def seeded_generators() -> Iterator[None]:
     """Seed the generators of Python, NumPy and torch inside, and restore their states afterwards.
 
     Those of the GPUs are restored where there have been any; else they are seeded again.
     """
-    restore = [*_seeded_on_host(), _seeded_on_gpus()]
-    try:
+    with ExitStack() as restored:  # by the functions as they are now: a test may patch them
+        restored.callback(random.setstate, random.getstate())
+        random.seed(SEED)
+        numpy: Any = sys.modules.get("numpy")
+        if hasattr(numpy, "random"):
+            restored.callback(numpy.random.set_state, numpy.random.get_state(legacy=False))
+            numpy.random.seed(SEED % 2**32)
+        # torch.manual_seed would import the modules of other devices.
+        generator = torch.default_generator
+        restored.callback(generator.set_state, generator.get_state())
+        generator.manual_seed(SEED)
+        seed_gpus = torch.cuda.manual_seed_all
+        states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        seed_gpus(SEED)
+        if states:
+            restored.callback(torch.cuda.set_rng_state_all, states)
+        else:
+            restored.callback(seed_gpus, SEED)
         yield
-    finally:
-        for put_back in restore:
-            put_back()
-
-
-def _seeded_on_gpus() -> _Restore:
-    """Seed the generators of the GPUs, and return the function that puts back what they were."""
-    seed, put_back = torch.cuda.manual_seed_all, torch.cuda.set_rng_state_all  # a test may patch
-    states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    seed(SEED)
-    return lambda: put_back(states) if states else seed(SEED)
-
-
-def _seeded_on_host() -> Iterator[_Restore]:
-    """Seed the generators of the host, and yield functions that put back what they were."""
-    python, put_back = random.getstate(), random.setstate
-    random.seed(SEED)
-    yield lambda: put_back(python)
-    numpy: Any = sys.modules.get("numpy")
-    if hasattr(numpy, "random"):
-        found, put_numpy_back = numpy.random.get_state(legacy=False), numpy.random.set_state
-        numpy.random.seed(SEED % 2**32)
-        yield lambda: put_numpy_back(found)
-    # torch.manual_seed would import the modules of other devices.
-    generator = torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(SEED)
-    yield lambda: generator.set_state(state)

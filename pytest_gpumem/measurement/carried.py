@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytest_gpumem.attribution.history import Origin
 from pytest_gpumem.measurement.contents import (
     CONTAINERS,
     attributes_of,
@@ -19,14 +18,9 @@ from pytest_gpumem.measurement.contents import (
     tensors_in,
 )
 from pytest_gpumem.measurement.leaks import part_of
-from pytest_gpumem.measurement.phases import Positions
+from pytest_gpumem.measurement.phases import Positions, position_on
+from pytest_gpumem.measurement.recorded import Recorder
 from pytest_gpumem.simulated.common.callsite import is_internal
-
-Held = Callable[[], Iterable[tuple[int, int, Origin | None]]]
-"""A function returning address, bytes and origin of every live block."""
-
-MadeSince = Callable[[Positions], Iterable[int]]
-"""A function returning the addresses of blocks that were allocated after a position."""
 
 MOST_INSPECTIONS = 5
 """The number of forwards at whose beginning live blocks are inspected: one to know what was there
@@ -70,9 +64,8 @@ class Carried:
     optimizer holds, and that are not the new batch.
     """
 
-    def __init__(self, held: Held, made_since: MadeSince) -> None:
-        self._held = held
-        self._made_since = made_since
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._first: set[int] | None = None
         self.end: Positions = ()
         """The position of the allocators at the end of the last forward."""
@@ -91,7 +84,10 @@ class Carried:
         self._forwards += 1
         if self._forwards > MOST_INSPECTIONS:
             return
-        held = {address: (nbytes, origin) for address, nbytes, origin in self._held()}
+        device = torch.cuda.current_device()
+        held = {
+            address: (nbytes, origin) for address, nbytes, origin in self._recorder.held(device)
+        }
         if self._first is None:
             self._first = set(held)
             return
@@ -104,7 +100,9 @@ class Carried:
             if origin is None or not origin.has_node:
                 unrecorded.add(address)
         # Those of this step's batch are no remains of an earlier one.
-        batch = set(self._made_since(self.end)) & (brought | unrecorded) | brought & arguments
+        since = self._recorder.events(device, position_on(device, self.end))
+        made = {event.address for event in since if event.is_alloc}
+        batch = made & (brought | unrecorded) | brought & arguments
         kept = {*self._first, *owned(), *batch}
         left = {
             address: nbytes

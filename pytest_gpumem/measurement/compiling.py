@@ -12,7 +12,6 @@ Source: torch/_dynamo/callback.py and torch/_inductor/runtime/triton_heuristics.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,13 +19,9 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import pytest
-import torch
-
 from pytest_gpumem.garbage import LeftoverFrames
-from pytest_gpumem.late_modules import when_imported
 from pytest_gpumem.measurement.phases import PhaseTracker
-from pytest_gpumem.simulated.common.patching import wrapped
+from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 
 CompileContext = Callable[[], AbstractContextManager[object]]
 """Returns a context in which torch compiles."""
@@ -59,43 +54,22 @@ class Compiling:
         self._frames = LeftoverFrames()
         self._open = ExitStack()
         self._is_open = False
-        self._patches = pytest.MonkeyPatch()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Register callbacks for each compilation inside."""
-        tuners = {name: partial(self._wrap_tuner, *place) for name, place in _TUNERS.items()}
-        with pytest.MonkeyPatch.context() as self._patches, when_imported(tuners):
-            if _CALLBACKS in sys.modules:
-                self._listen()
-            else:  # its import takes as long as torch's, and only programs that compile need it
-                self._patches.setattr(torch, "compile", self._listens_later(torch.compile))
+        plans = {name: partial(self._wrap_tuner, *place) for name, place in _TUNERS.items()}
+        # Their import takes as long as torch's, and only programs that compile need it.
+        with patched_when_imported({_CALLBACKS: self._listen, **plans}):
             try:
                 yield
             finally:
                 self._end()
 
-    def _listens_later(self, compile: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``torch.compile``, whose call may import Dynamo with its callbacks."""
-
-        @functools.wraps(compile)
-        def call(*args: Any, **options: Any) -> Any:
-            compiled = compile(*args, **options)
-            # A decorator with options compiles nothing yet.
-            if torch.compile is call and _CALLBACKS in sys.modules:
-                torch.compile = compile
-                self._listen()
-            return compiled
-
-        return call
-
-    def _listen(self) -> None:
-        handler = sys.modules[_CALLBACKS].CompilationCallbackHandler
-        for name, listen in (
-            ("run_start_callbacks", self._run_start_callbacks),
-            ("run_end_callbacks", self._run_end_callbacks),
-        ):
-            self._patches.setattr(handler, name, wrapped(getattr(handler, name), listen))
+    def _listen(self, patches: Patches, callbacks: ModuleType) -> None:
+        handler = callbacks.CompilationCallbackHandler
+        patches.wrap(handler, "run_start_callbacks", self._run_start_callbacks)
+        patches.wrap(handler, "run_end_callbacks", self._run_end_callbacks)
 
     def _run_start_callbacks(self, run: Callable[..., Any], handler: Any, *args: Any) -> None:
         run(handler, *args)
@@ -110,11 +84,12 @@ class Compiling:
         if self._compile_context is not None:
             self._frames.end()
 
-    def _wrap_tuner(self, module: str, kind: str, method: str, _: ModuleType) -> None:
+    def _wrap_tuner(
+        self, module: str, kind: str, method: str, patches: Patches, _: ModuleType
+    ) -> None:
         tuner = getattr(sys.modules.get(module), kind, None)
-        measure = getattr(tuner, method, None)
-        if measure is not None:  # else it is another release
-            self._patches.setattr(tuner, method, wrapped(measure, self._measure))
+        if hasattr(tuner, method):  # else it is another release
+            patches.wrap(tuner, method, self._measure)
 
     def _measure(self, measure: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if self._is_open:

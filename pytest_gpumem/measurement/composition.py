@@ -61,15 +61,8 @@ class PeakRecorder:
         self._root = root
         self._set_up = self._beginning = Beginning((), {}, {})
         self._end: Positions = ()
-        self.observer = MemoryObserver(
-            recorder.positions, lambda: recorder.held(torch.cuda.current_device()), self._made_since
-        )
+        self.observer = MemoryObserver(recorder)
         self.positions = recorder.positions
-
-    def _made_since(self, positions: Positions) -> Iterable[int]:
-        device = torch.cuda.current_device()
-        events = self._recorder.events(device, position_on(device, positions))
-        return (event.address for event in events if event.is_alloc)
 
     def set_up(self) -> None:
         """Record the state before the test's fixtures are set up, which may have phases, too."""

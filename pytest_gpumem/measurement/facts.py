@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from pytest_gpumem.attribution.composition import general_path
-from pytest_gpumem.measurement.carried import Carried, Held, MadeSince
+from pytest_gpumem.measurement.carried import Carried
 from pytest_gpumem.measurement.contents import states_of
+from pytest_gpumem.measurement.recorded import Recorder
 from pytest_gpumem.values.errors import SimulationError
 
 MOST_NAMES = 20
@@ -44,7 +45,7 @@ _ALIGNED_HEAD = 8
 class Facts:
     """The facts of one run of a test's body."""
 
-    def __init__(self, held: Held, made_since: MadeSince) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._grad = {"on": 0, "off": 0}
         self._graphs = self._most_graphs = 0
         self._retained = self._kept_zeros = 0
@@ -57,7 +58,7 @@ class Facts:
         self._unfused: dict[str, None] = {}
         self.failed_unfused = ""
         """The reason why the attention kernel in which memory ran out was not a fused one."""
-        self.carried = Carried(held, made_since)
+        self.carried = Carried(recorder)
 
     def forward(
         self, owned: Callable[[], Iterable[int]], given: Callable[[], Iterable[torch.Tensor]]

@@ -6,14 +6,13 @@ with the instance, and every test that uses it is charged the same.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pytest_gpumem.measurement.phases import Extent
 from pytest_gpumem.measurement.statistics import Bytes, CudaStatistics, Readings
+from pytest_gpumem.values.measurement import SETUP, PhaseRecord
 
 FixtureKey = Any
 """A pytest ``FixtureDef``: one per fixture function and place, with one live instance."""
@@ -163,19 +162,14 @@ class FixtureRecords:
             _add(total, self.record(fixture).held)
         return total
 
-    def setup_extents(self, fixtures: Iterable[FixtureKey]) -> defaultdict[int, Extent]:
-        """Return the extents of setting up ``fixtures``, one after the other from nothing."""
-        running: dict[int, Bytes] = {}
-        extents: defaultdict[int, Extent] = defaultdict(Extent)
+    def setup_phase(self, fixtures: Iterable[FixtureKey], device: int) -> PhaseRecord:
+        """Return the phase of setting up ``fixtures``, one after the other from nothing."""
+        peak = held = Bytes()
         for fixture in self.with_nested(fixtures):
             record = self.record(fixture)
-            for device, peak in record.peak.items():
-                top = running.get(device, Bytes()) + peak
-                extents[device].peak = top.at_least(extents[device].peak)
-            _add(running, record.held)
-        for device, held in running.items():
-            extents[device].allocated_after = held.allocated
-        return extents
+            peak = peak.at_least(held + record.peak.get(device, Bytes()))
+            held += record.held.get(device, Bytes())
+        return PhaseRecord(SETUP, peak.allocated, peak.reserved, 0, held.allocated)
 
 
 def _bytes_ever_allocated(readings: Readings) -> int:

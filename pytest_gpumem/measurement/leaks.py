@@ -118,29 +118,22 @@ def part_of(value: Any, name: str) -> Any:
 
 
 def _referents(value: Any) -> Iterable[Any]:
-    if is_a(value, torch.Tensor):
-        return [*gc.get_referents(value), *_tensor_parts(value)]
-    if is_a(value, torch.autograd.graph.Node):
-        return [*gc.get_referents(value), *_node_parts(value)]
     if is_a(value, types.FunctionType):
         # Its globals would lead everywhere.
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
-    return gc.get_referents(value)
-
-
-def _tensor_parts(tensor: torch.Tensor) -> Iterator[Any]:
-    """Yield a tensor's references in C++, which the garbage collector does not see."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf
-        yield from [part_of(tensor, name) for name in ("grad", "_base", "grad_fn")]
-    if tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-
-
-def _node_parts(node: Any) -> Iterator[Any]:
-    yield from (function for function, _ in node.next_functions)
-    saved = (name for name in dir(node) if name.startswith("_saved_"))
-    yield from (part_of(node, name) for name in ("variable", *saved))
+    found = gc.get_referents(value)
+    # References in C++, which the garbage collector does not see.
+    if is_a(value, torch.Tensor):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf
+            found += [part_of(value, name) for name in ("grad", "_base", "grad_fn")]
+        if value.layout is torch.sparse_coo:
+            found += [value._indices(), value._values()]
+    elif is_a(value, torch.autograd.graph.Node):
+        found += [function for function, _ in value.next_functions]
+        saved = [name for name in dir(value) if name.startswith("_saved_")]
+        found += [part_of(value, name) for name in ("variable", *saved)]
+    return found
 
 
 CHUNK = 128

@@ -16,7 +16,7 @@ from pytest_gpumem.measurement.composition import PeakRecorder, add_compositions
 from pytest_gpumem.measurement.facts import kept_by_libraries
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureRecords
 from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
-from pytest_gpumem.measurement.phases import Phase, PhaseTracker, bytes_on, record_of
+from pytest_gpumem.measurement.phases import PhaseTracker, bytes_on
 from pytest_gpumem.measurement.statistics import (
     Block,
     Bytes,
@@ -181,10 +181,9 @@ class Meter:
         self._statistics.synchronize()
         workspaces, after = clear_workspaces(self._statistics)
         leaked = self._left_behind(self._before, after, roots) if passed else None
-        setup = Phase(SETUP, None, entered=1, extents=self._fixtures.setup_extents(fixtures))
         now = {device: Reading(), **self._statistics.read_and_reset_peaks()}
         return {
-            index: self._measurement(index, reading, setup, workspaces, leaked)
+            index: self._measurement(index, reading, fixtures, workspaces, leaked)
             for index, reading in now.items()
         }
 
@@ -192,7 +191,7 @@ class Meter:
         self,
         device: int,
         now: Reading,
-        setup: Phase,
+        fixtures: Iterable[FixtureKey],
         workspaces: frozenset[Block],
         leaked: frozenset[Block] | None,
     ) -> Measurement:
@@ -220,7 +219,7 @@ class Meter:
             leaked=None if leaked is None else bytes_on(device, leaked),
             cublas_workspace=call.cublas_workspace,
             stray=max(stray.allocated, 0),
-            phases={SETUP: record_of(setup, device, Bytes()), **phases},
+            phases={SETUP: self._fixtures.setup_phase(fixtures, device), **phases},
             composition=call.composition,
             sites=call.sites,
             leaks=left,

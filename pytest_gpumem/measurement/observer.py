@@ -12,10 +12,10 @@ import torch
 
 from pytest_gpumem.attribution.history import GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 from pytest_gpumem.measurement import contents
-from pytest_gpumem.measurement.carried import Held, MadeSince
 from pytest_gpumem.measurement.facts import Facts
 from pytest_gpumem.measurement.leaks import part_of
 from pytest_gpumem.measurement.phases import Positions
+from pytest_gpumem.measurement.recorded import Recorder
 
 Function = Callable[..., Any]
 
@@ -46,17 +46,13 @@ def _tolerant(observe: Function) -> Function:
 class MemoryObserver:
     """A record of the contents of memory during a test; afterwards they cannot be determined.
 
-    ``positions`` returns the position of each device's allocator, ``held`` and ``made_since`` are
-    those of :class:`Carried`. Watched objects are held weakly: watching must not keep memory alive.
+    Watched objects are held weakly: watching must not keep memory alive.
     """
 
-    def __init__(
-        self, positions: Callable[[], Positions], held: Held, made_since: MadeSince
-    ) -> None:
-        self._positions = positions
-        self._held = held
-        self._made_since = made_since
-        self.facts = Facts(held, made_since)
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._positions = recorder.positions
+        self.facts = Facts(recorder)
         """The facts of the current run of the body."""
         self._roots: WeakSet[torch.nn.Module] = WeakSet()
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
@@ -88,7 +84,7 @@ class MemoryObserver:
 
     def begin_run(self) -> None:
         """Begin a run of the body with facts of its own."""
-        self.facts = Facts(self._held, self._made_since)
+        self.facts = Facts(self._recorder)
 
     def observe_optimizers(self) -> None:
         """Record the state of known optimizers that have not stepped: it may have been loaded.

@@ -303,11 +303,24 @@ class PhaseTracker:
 
         ``workspaces`` are the blocks that turned out to be cuBLAS's.
         """
-        return {
-            phase.name: record_of(phase, device, stray, workspaces)
-            for phase in self.phases.values()
-            if not phase.open and (phase.loop is None or self.phases[phase.loop].entered > 1)
-        }
+        found = {}
+        for phase in self.phases.values():
+            is_single = phase.loop is not None and self.phases[phase.loop].entered == 1
+            if phase.open or is_single:
+                continue
+            extent = phase.extents.get(device, Extent())
+            charged = extent.peak - stray
+            found[phase.name] = PhaseRecord(
+                name=phase.name,
+                peak_allocated=charged.allocated,
+                peak_reserved=charged.reserved,
+                allocated_before=extent.allocated_before - stray.allocated,
+                allocated_after=extent.allocated_after - stray.allocated,
+                cublas_workspace=bytes_on(device, phase.blocks & workspaces),
+                entered=phase.entered,
+                parent=phase.parent,
+            )
+        return found
 
     def _reach(self, readings: Readings) -> None:
         if self._paused:
@@ -317,24 +330,6 @@ class PhaseTracker:
                 # A device that CUDA did not have yet when the phase began was empty then.
                 for device, reading in readings.items():
                     phase.extents[device].reach(reading)
-
-
-def record_of(
-    phase: Phase, device: int, stray: Bytes, workspaces: frozenset[Block] = frozenset()
-) -> PhaseRecord:
-    """Return the record of ``phase`` on ``device``, without ``stray`` bytes."""
-    extent = phase.extents.get(device, Extent())
-    charged = extent.peak - stray
-    return PhaseRecord(
-        name=phase.name,
-        peak_allocated=charged.allocated,
-        peak_reserved=charged.reserved,
-        allocated_before=extent.allocated_before - stray.allocated,
-        allocated_after=extent.allocated_after - stray.allocated,
-        cublas_workspace=bytes_on(device, phase.blocks & workspaces),
-        entered=phase.entered,
-        parent=phase.parent,
-    )
 
 
 def bytes_on(device: int, blocks: frozenset[Block]) -> int:

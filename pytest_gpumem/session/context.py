@@ -18,7 +18,7 @@ import pytest
 
 from pytest_gpumem.cached_answers import watch
 from pytest_gpumem.device import DeviceError, ValueLevel
-from pytest_gpumem.device.host_gpus import REFUSED, TRIED, has_driver
+from pytest_gpumem.device.host_gpus import REFUSED, TRIED, has_driver, host_gpus, why_not_usable
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.expected import Expectations
@@ -107,8 +107,6 @@ class Parts:
     @cached_property
     def gpus(self) -> tuple[NvmlReading, ...]:
         """The driver's data on the GPUs, read once: by the process that starts workers for them."""
-        from pytest_gpumem.device.host_gpus import host_gpus
-
         return host_gpus(self.settings.device)
 
     @cached_property
@@ -117,8 +115,6 @@ class Parts:
         if hasattr(self.config, "workerinput"):
             received: str | None = self.config.workerinput.get(REFUSAL)
             return received
-        from pytest_gpumem.device.host_gpus import why_not_usable
-
         workers = 1
         if not self.runs_tests:
             specs = self.config.getoption("tx", [])

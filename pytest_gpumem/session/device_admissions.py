@@ -46,8 +46,6 @@ class DeviceAdmissions:
     device: Device
     is_elastic: bool
     """Whether its quota may grow as long as the device has room."""
-    released: Callable[[Admission], None]
-    """A function called with each admission at its end."""
     quota: int | None = None
     """The bytes that an elastic quota has grown to."""
     why_not: str | None = None
@@ -75,9 +73,7 @@ class DeviceAdmissions:
     def leave(self) -> None:
         """Release the memory to other tests."""
         self._inside.close()
-        if self.admission is not None:
-            self.released(self.admission)
-            self.admission = None
+        self.admission = None
 
     def enter_again(self, run: NextRun) -> None:
         """Leave, and wait for the memory that the test needs now."""

@@ -15,7 +15,7 @@ import pytest
 
 from pytest_gpumem.sharing.admission import NOWHERE, Need, Place
 from pytest_gpumem.sharing.learned import Learned
-from pytest_gpumem.sharing.ledger import Entry
+from pytest_gpumem.sharing.ledger import Stay
 from pytest_gpumem.sharing.usage import RunUsage, usages
 
 CHANNEL = "gpumem_channel"
@@ -37,7 +37,7 @@ class ControllerChannel:
     def send(self, **message: Any) -> None:
         """Send builtin types.
 
-        They are the worker's ``needs`` on its ``device``, ``entries`` of the ledger, a ``suspect``,
+        They are the worker's ``needs`` on its ``device``, ``stays`` of its tests, a ``suspect``,
         what is ``learned``, or the line of a test that ``waits``.
         """
         if self._channel is not None:
@@ -81,7 +81,7 @@ class Hosts:
         self._config = config
         self._places: dict[str, Place] = {}
         self._hosts: dict[str, _Host] = {}
-        self._entries: dict[str, list[Entry]] = {}
+        self._stays: dict[str, list[Stay]] = {}
         self.suspects: set[str] = set()
         """Tests in which their worker left because of a fault that others shared."""
         self.learned = Learned()
@@ -96,8 +96,8 @@ class Hosts:
     def take(self, worker: str, message: Mapping[str, Any]) -> None:
         """Take in a worker's message; they arrive in the order of sending."""
         match message:
-            case {"entries": rows}:
-                self._entries.setdefault(worker, []).extend(Entry(*row) for row in rows)
+            case {"stays": rows}:
+                self._stays.setdefault(worker, []).extend(Stay(*row) for row in rows)
             case {"suspect": nodeid}:
                 self.suspects.add(nodeid)
             case {"waits": line}:
@@ -123,12 +123,11 @@ class Hosts:
         found = []
         for host in hosts:
             workers = [worker for worker, its in self._hosts.items() if its == host]
-            entries = [entry for worker in workers for entry in self._entries.get(worker, ())]
-            entries.sort(key=lambda entry: entry.time)
+            stays = [stay for worker in workers for stay in self._stays.get(worker, ())]
             capacity = max(self._places[worker].capacity for worker in workers)
             label = host.name if names.count(host.name) == 1 else f"{host.name} ({host.folder})"
             found += [
                 replace(usage, device=f"{label} {usage.device}") if len(hosts) > 1 else usage
-                for usage in usages(entries, run, capacity)
+                for usage in usages(stays, run, capacity)
             ]
         return found

@@ -10,10 +10,13 @@ from typing import NamedTuple
 
 import pytest
 
+from pytest_gpumem.baseline.content import read_file
+from pytest_gpumem.baseline.store import BaselineError
 from pytest_gpumem.device.host_gpus import host_gpus
 from pytest_gpumem.measurement.nvml import NvmlReading
 from pytest_gpumem.option_values import Quota
 from pytest_gpumem.options import Settings
+from pytest_gpumem.sharing.admission import RESERVED_PER_ALLOCATED
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.devices import CONTEXT, CandidateDevice, take_place
 from pytest_gpumem.sharing.devices import LEFT_FREE as LEFT_FREE
@@ -152,15 +155,10 @@ def _rooms(settings: Settings) -> tuple[list[Room], str]:
 
 def _needs(settings: Settings, gpu: str) -> Iterator[float]:
     """Yield the needs of tests, from a common declaration, or from the baselines of this GPU."""
-    from pytest_gpumem.session.sharing import RESERVED_PER_ALLOCATED
-
     for keyword, margin in (("max_reserved", 1.0), ("max", RESERVED_PER_ALLOCATED)):
         if declared := settings.defaults.get(keyword):
             yield declared * margin
             return
-    from pytest_gpumem.baseline.content import read_file
-    from pytest_gpumem.baseline.store import BaselineError
-
     beginning = re.sub(r"[^A-Za-z0-9._-]+", "-", gpu) + "-"
     for path in sorted(settings.baselines.glob("*/**/*.json")):
         folder = path.relative_to(settings.baselines).parts[0]

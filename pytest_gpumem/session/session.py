@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.device import DeviceError
+from pytest_gpumem.device.host_gpus import describe
 from pytest_gpumem.paths import relative
 from pytest_gpumem.report.pytest_reports import HARMLESS, LOST, RESCHEDULED
 from pytest_gpumem.session.context import REFUSAL, SIZED, Parts, begin, current_ambient
@@ -56,7 +57,6 @@ class GpumemSession(Parts):
 
     def header(self) -> str:
         """Return the header line with the devices that tests are measured on."""
-        from pytest_gpumem.device.host_gpus import describe
         from pytest_gpumem.report.header import header_line, installed_release
 
         root = self.settings.baselines

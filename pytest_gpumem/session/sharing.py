@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -22,18 +21,15 @@ from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.device_admissions import DeviceAdmissions, interruptible
 from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.item import MeasuredItem
-from pytest_gpumem.session.predictions import Predictions
+from pytest_gpumem.session.predictions import Predictions, foreseen, is_worth_it
 from pytest_gpumem.session.rerun import can_run_again
-from pytest_gpumem.sharing.admission import Need
+from pytest_gpumem.sharing.admission import RESERVED_PER_ALLOCATED, Need
 from pytest_gpumem.sharing.database import SharingError, default_folder
-from pytest_gpumem.sharing.gate import Admission, Gate
+from pytest_gpumem.sharing.gate import Gate
 from pytest_gpumem.sharing.learned import Learned, TestCost, learned_before
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.usage import RunUsage
+from pytest_gpumem.sharing.usage import RunUsage, usages
 from pytest_gpumem.values.measurement import Measurement
-
-RESERVED_PER_ALLOCATED = 1.1
-"""The factor on allocated bytes of a limit or baseline that estimates the reserved ones."""
 
 
 class Sharing:
@@ -78,9 +74,7 @@ class Sharing:
             self._unusable = str(error)
             yield
             return
-        self.admissions = DeviceAdmissions(
-            gate, item.nodeid, need, device, is_elastic, self._send_released
-        )
+        self.admissions = DeviceAdmissions(gate, item.nodeid, need, device, is_elastic)
         try:
             self.admissions.enter()
             yield
@@ -159,8 +153,6 @@ class Sharing:
 
     def _foresee(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
         """Simulate unknown needs of tests on a real GPU, where that saves its time."""
-        from pytest_gpumem.session.predictions import foreseen, is_worth_it
-
         unknown = [
             (item, device)
             for item, expectation, device in tests
@@ -186,23 +178,10 @@ class Sharing:
 
     def usages(self) -> list[RunUsage]:
         """Return the usage of the devices that this process shared."""
-        from pytest_gpumem.sharing.usage import usages
-
         if self._ledger is None:
             return []
         capacity = max(gate.first.capacity for gate in self._gates.values())
-        return usages(self._ledger.log(), self._run, capacity)
-
-    def _send_released(self, admission: Admission) -> None:
-        """Send the controller the bytes that a finished test had, and since when."""
-        who = (self._run, self._name, os.getpid(), admission.nodeid)
-        events = (admission.granted, "granted"), (time.time(), "released")
-        entries = [
-            [*event, *who, device, size]
-            for device, size in admission.reserved.items()
-            for event in events
-        ]
-        self._channel.send(entries=entries)
+        return usages(self._ledger.stays(), self._run, capacity)
 
     def neighbours(self) -> int | None:
         """Return the number of other tests that the current one has shared its devices with."""
@@ -233,6 +212,7 @@ class Sharing:
                 tear_down_fixtures=lambda: item.session._setupstate.teardown_exact(None),
                 patience=self._settings.share_timeout,
                 waits=self._channel.report_wait,
+                released=lambda stays: self._channel.send(stays=list(map(list, stays))),
             )
         return self._gates[device]
 

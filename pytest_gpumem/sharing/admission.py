@@ -22,6 +22,9 @@ from pytest_gpumem.sizes import format_size
 PATIENCE = 60.0
 """Seconds of waiting that weigh as much as one step of priority, so that no test starves."""
 
+RESERVED_PER_ALLOCATED = 1.1
+"""The factor on allocated bytes of a limit or baseline that estimates the reserved ones."""
+
 
 @dataclass(frozen=True)
 class Need:
@@ -88,6 +91,12 @@ class Request:
     priority: int = 0
     guaranteed: bool = True
     """``False`` for an opportunistic test: it goes last."""
+    nodeid: str = ""
+    run: str = ""
+    worker: str = ""
+    """The name of its worker in that run."""
+    pid: int = 0
+    """The worker's process."""
 
 
 @dataclass(frozen=True)
@@ -240,26 +249,18 @@ def _may_pass(
     """Return whether ``request`` may run before ``other``, which waits, without delaying it."""
     if not _shares(request, [other]):
         return True
-    start, left = _start_of(other, running, devices, now)
+    left = sorted(running, key=lambda one: _end_of(one, now))
+    start = now
+    while left and not _can_fit(other, left, devices):
+        start = _end_of(left.pop(0), now)
+    if start == math.inf:
+        # It may be soon, or late: tests that passed it may still run, whatever their duration.
+        left = [one for one in running if one in left or one.id > other.id]
     if request.duration is not None and now + request.duration <= start < math.inf:
         return True
     if request.exclusive or other.exclusive:
         return False
     return _can_fit(request, [*left, other], devices)
-
-
-def _start_of(
-    waiting: Request, running: Sequence[Request], devices: Devices, now: float
-) -> tuple[float, list[Request]]:
-    """Return the expected start of a test and the tests that may still run then."""
-    left = sorted(running, key=lambda one: _end_of(one, now))
-    start = now
-    while left and not _can_fit(waiting, left, devices):
-        start = _end_of(left.pop(0), now)
-    if start == math.inf:
-        # It may be soon, or late: tests that passed it may still run, whatever their duration.
-        left = [one for one in running if one in left or one.id > waiting.id]
-    return start, left
 
 
 def _end_of(request: Request, now: float) -> float:

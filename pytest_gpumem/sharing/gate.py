@@ -11,7 +11,7 @@ from pytest_gpumem.sharing import database
 from pytest_gpumem.sharing.admission import Budget, Need
 from pytest_gpumem.sharing.database import UNKNOWN_PROCESS, Process, SharingError
 from pytest_gpumem.sharing.devices import HostDevice
-from pytest_gpumem.sharing.ledger import Ledger, State
+from pytest_gpumem.sharing.ledger import Ledger, State, Stay
 from pytest_gpumem.sizes import format_size
 
 FIRST_PAUSE = 0.005
@@ -30,8 +30,6 @@ class Admission:
     """Seconds."""
     waited_for: str
     """The holders of the memory when the test was last seen waiting; empty if it did not wait."""
-    reserved: Mapping[str, int]
-    """Bytes by device that are the test's while it runs."""
     alone: bool
     """Whether nothing else runs on its devices."""
     granted: float = field(default_factory=time.time)
@@ -56,6 +54,8 @@ class Gate:
     """The seconds that a test may wait."""
     waits: Callable[[str, float, str], None] = lambda *waiting: None
     """A function called repeatedly while a test waits, with its id, the seconds and the holders."""
+    released: Callable[[Sequence[Stay]], None] = lambda stays: None
+    """A function called with the stays of each test at its end."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -73,17 +73,18 @@ class Gate:
     @contextmanager
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
         """Run the test inside once there is memory; raises ``SharingError`` where none comes."""
-        test = self.ledger.ask(self.worker, nodeid, self._above_held(need), need)
+        needs = self._above_held(need)
+        test = self.ledger.ask(self.worker, nodeid, needs, need)
         try:
-            yield self._waited(test, nodeid, need)
+            yield self._waited(test, nodeid, need, needs)
         finally:
             # Without the ledger there is nothing to update; the test's result stands.
             with suppress(SharingError):
                 self.declare()
             with suppress(SharingError):
-                self.ledger.release(test)
+                self.released(self.ledger.release(test))
 
-    def _waited(self, test: int, nodeid: str, need: Need) -> Admission:
+    def _waited(self, test: int, nodeid: str, need: Need, needs: Mapping[str, int]) -> Admission:
         began = crowded = self.clock()
         pause = FIRST_PAUSE
         is_torn_down = False
@@ -101,19 +102,15 @@ class Gate:
                 continue
             answer = self.ledger.try_grant(test, view)
             if answer.granted:
-                request = next(
-                    one.request for one in answer.state.waiting if one.request.id == test
-                )
-                alone = not any(
-                    one.request.needs.keys() & request.needs.keys() for one in answer.state.running
-                )
-                return Admission(nodeid, test, need, waited, holders, request.needs, alone)
+                alone = not any(one.needs.keys() & needs.keys() for one in answer.state.running)
+                return Admission(nodeid, test, need, waited, holders, alone)
             if answer.must_tear_down and not is_torn_down:
                 # Only once: what is left after that is a leak, which no teardown frees.
                 is_torn_down = True
                 self.tear_down_fixtures()
                 self.declare()
-                self.ledger.ask_again(test, self._above_held(need))
+                needs = self._above_held(need)
+                self.ledger.ask_again(test, needs)
                 continue
             self._refuse_too_large(answer.state, nodeid, need)
             holders = self._holders(answer.state)
@@ -158,9 +155,8 @@ class Gate:
     def _holders(self, state: State) -> str:
         """Return the holders of the memory that a test waits for, as a clause."""
         parts = [
-            f"{lease.worker} holds {format_size(sum(lease.request.needs.values()))} "
-            f"({lease.nodeid})"
-            for lease in state.running
+            f"{one.worker} holds {format_size(sum(one.needs.values()))} ({one.nodeid})"
+            for one in state.running
         ]
         parts += [
             f"fixtures of worker {worker} hold {format_size(held)}"
@@ -212,10 +208,6 @@ def claims_of(state: State, device: str, owners: Mapping[int, Process]) -> dict[
     claims = dict.fromkeys((process.pid for process in owners.values()), 0)
     for worker, process in owners.items():
         held = found.contexts.get(worker, 0) + found.fixtures.get(worker, 0)
-        granted = sum(
-            lease.request.needs.get(device, 0)
-            for lease in state.running
-            if lease.request.owner == worker
-        )
+        granted = sum(one.needs.get(device, 0) for one in state.running if one.owner == worker)
         claims[process.pid] += held + granted
     return claims

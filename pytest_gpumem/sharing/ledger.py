@@ -7,16 +7,19 @@ process that reads the ledger removes them.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from pytest_gpumem.sharing import admission
 from pytest_gpumem.sharing.admission import NEEDS_NO_GPU, Budget, Need, Request
 from pytest_gpumem.sharing.database import Database, Process, is_alive, this_process
 
-FILE_NAME = "ledger.sqlite3"
+FILE_NAME = "ledger-2.sqlite3"
+"""Another name for other tables: several releases may share a folder."""
 SECONDS_KEPT = 86_400.0
 """Seconds for which log entries are kept."""
 
@@ -32,46 +35,34 @@ CREATE TABLE IF NOT EXISTS held (
 CREATE TABLE IF NOT EXISTS test (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     worker INTEGER NOT NULL REFERENCES worker ON DELETE CASCADE,
-    nodeid TEXT NOT NULL, since REAL NOT NULL, granted REAL, duration REAL,
-    exclusive INTEGER NOT NULL, priority INTEGER NOT NULL, guaranteed INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS need (
-    test INTEGER NOT NULL REFERENCES test ON DELETE CASCADE,
-    device TEXT NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (test, device));
-CREATE TABLE IF NOT EXISTS yielding (
-    test INTEGER PRIMARY KEY REFERENCES test ON DELETE CASCADE);
+    needs TEXT NOT NULL, since REAL NOT NULL, duration REAL,
+    exclusive INTEGER NOT NULL, priority INTEGER NOT NULL, guaranteed INTEGER NOT NULL,
+    nodeid TEXT NOT NULL,
+    runs INTEGER NOT NULL DEFAULT 0, has_to_yield INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS suspect (
     run TEXT NOT NULL, nodeid TEXT NOT NULL, time REAL NOT NULL, PRIMARY KEY (run, nodeid));
-CREATE TABLE IF NOT EXISTS log (
-    time REAL NOT NULL, event TEXT NOT NULL, run TEXT NOT NULL, worker TEXT NOT NULL,
-    pid INTEGER NOT NULL, nodeid TEXT NOT NULL, device TEXT NOT NULL, bytes INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS log_time ON log (time);
+CREATE TABLE IF NOT EXISTS stay (
+    run TEXT NOT NULL, worker TEXT NOT NULL, nodeid TEXT NOT NULL, device TEXT NOT NULL,
+    granted REAL NOT NULL, time REAL NOT NULL, bytes INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS stay_time ON stay (time);
 """
 
 
-@dataclass(frozen=True)
-class QueuedTest:
-    """A test that runs or waits, in readable form."""
+class Stay(NamedTuple):
+    """A test's stay on one device; seconds of the host's clock, and bytes."""
 
-    nodeid: str
     run: str
     worker: str
-    process: Process
-    request: Request
-    is_running: bool
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An entry of the log: a test was ``granted`` bytes of a device, or ``released`` them."""
-
-    time: float
-    event: str
-    run: str
-    worker: str
-    pid: int
     nodeid: str
     device: str
+    granted: float
+    released: float
     bytes: int
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return self.released - self.granted
 
 
 @dataclass(frozen=True)
@@ -79,8 +70,8 @@ class State:
     """The tests that hold memory and those that wait for it, at one moment."""
 
     devices: Mapping[str, Budget]
-    running: tuple[QueuedTest, ...]
-    waiting: tuple[QueuedTest, ...]
+    running: tuple[Request, ...]
+    waiting: tuple[Request, ...]
 
 
 @dataclass(frozen=True)
@@ -109,12 +100,9 @@ class Ledger(Database):
             process = self._own = this_process()
         with self.transaction():
             self._void_dead()
-            for table in ("log", "suspect"):
+            for table in ("stay", "suspect"):
                 self.execute(f"DELETE FROM {table} WHERE time < ?", (self._clock() - SECONDS_KEPT,))
-            return self._insert(
-                "INSERT INTO worker (pid, started, run, name) VALUES (?, ?, ?, ?)",
-                (*process, run, name),
-            )
+            return self._insert("worker (pid, started, run, name)", *process, run, name)
 
     def leave(self, worker: int) -> None:
         """Remove a worker, with all that it holds and waits for."""
@@ -137,21 +125,17 @@ class Ledger(Database):
         ``needs`` are its bytes by device, above what its worker holds anyway.
         """
         exclusive = need.exclusive or need.bytes is None
-        row = (need.duration, exclusive, need.priority, need.guaranteed)
+        conditions = need.duration, exclusive, need.priority, need.guaranteed
         with self.transaction():
-            test = self._insert(
-                "INSERT INTO test (worker, nodeid, since, duration, exclusive, priority, "
-                "guaranteed) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (worker, nodeid, self._clock(), *row),
+            return self._insert(
+                "test (worker, needs, since, duration, exclusive, priority, guaranteed, nodeid)",
+                *(worker, json.dumps(dict(needs)), self._clock(), *conditions, nodeid),
             )
-            self._enter_needs(test, needs)
-            return test
 
     def ask_again(self, test: int, needs: Mapping[str, int]) -> None:
         """Change the needs of a waiting test; it keeps its place."""
         with self.transaction():
-            self.execute("DELETE FROM need WHERE test = ?", (test,))
-            self._enter_needs(test, needs)
+            self.execute("UPDATE test SET needs = ? WHERE id = ?", (json.dumps(dict(needs)), test))
 
     def try_grant(self, test: int, devices: Mapping[str, Budget]) -> Decision:
         """Grant ``test`` its memory if it may run now on ``devices``, which hold no workers yet."""
@@ -165,53 +149,42 @@ class Ledger(Database):
     def _answer(self, test: int, devices: Mapping[str, Budget]) -> Decision:
         state = self._state(devices)
         now = self._clock()
-        asked = next(lease for lease in state.waiting if lease.request.id == test)
-        running = [lease.request for lease in state.running]
-        waiting = [lease.request for lease in state.waiting]
-        if asked.request in admission.admissible(waiting, running, state.devices, now):
-            self.execute("UPDATE test SET granted = ? WHERE id = ?", (now, test))
-            self._log("granted", asked)
+        known = state.waiting, state.running, state.devices, now
+        asked = next(one for one in state.waiting if one.id == test)
+        if asked in admission.admissible(*known):
+            self.execute("UPDATE test SET since = ?, runs = 1 WHERE id = ?", (now, test))
             return Decision(granted=True, must_tear_down=False, state=state)
-        tear_down = asked.request.owner in admission.must_tear_down(
-            waiting, running, state.devices, now
-        )
         self.executemany(
-            "INSERT OR IGNORE INTO yielding VALUES (?)",
-            [(one,) for one in admission.to_yield(waiting, running, state.devices, now)],
+            "UPDATE test SET has_to_yield = 1 WHERE id = ?",
+            [(one,) for one in admission.to_yield(*known)],
         )
-        return Decision(granted=False, must_tear_down=tear_down, state=state)
+        must_tear_down = asked.owner in admission.must_tear_down(*known)
+        return Decision(granted=False, must_tear_down=must_tear_down, state=state)
 
     def has_to_yield(self, test: int) -> bool:
         """Return whether ``test``, which runs, has to make room for another."""
-        return any(self.execute("SELECT 1 FROM yielding WHERE test = ?", (test,)))
+        return any(self.execute("SELECT 1 FROM test WHERE id = ? AND has_to_yield", (test,)))
 
-    def release(self, test: int) -> None:
-        """Remove a test, whether it runs or waits."""
+    def release(self, test: int) -> list[Stay]:
+        """Remove a test, whether it runs or waits; return its stays if it ran."""
         with self.transaction():
-            for lease in self._queued():
-                if lease.request.id == test:
-                    self._log("released" if lease.is_running else "withdrawn", lease)
+            stays = self._log(one for one in self._requests(runs=True) if one.id == test)
             self.execute("DELETE FROM test WHERE id = ?", (test,))
+            return stays
 
     def neighbours(self, worker: int) -> int | None:
         """Return how many other tests have used the devices of ``worker``'s running test."""
         with self.transaction():
-            running = [one for one in self._queued() if one.is_running]
-            own = next((one for one in running if one.request.owner == worker), None)
+            running = self._requests(runs=True)
+            own = next((one for one in running if one.owner == worker), None)
             if own is None:
                 return None
-            devices = own.request.needs.keys()
-            others = {
-                (one.run, one.worker, one.nodeid)
-                for one in running
-                if one is not own and one.request.needs.keys() & devices
-            }
-            ended = self.execute(
-                "SELECT DISTINCT run, worker, nodeid, device FROM log "
-                "WHERE time >= ? AND event IN ('released', 'void')",
-                (own.request.since,),
+            beside = [(one.run, one.worker, one.nodeid, at) for one in running for at in one.needs]
+            beside += self.execute(
+                "SELECT DISTINCT run, worker, nodeid, device FROM stay WHERE time >= ?",
+                (own.since,),
             )
-            others |= {tuple(who) for *who, device in ended if device in devices}
+            others = {tuple(who) for *who, device in beside if device in own.needs}
             return sum((run, name) != (own.run, own.worker) for run, name, _ in others)
 
     def state(self, devices: Mapping[str, Budget]) -> State:
@@ -236,40 +209,39 @@ class Ledger(Database):
         rows = self.execute("SELECT id, pid, started FROM worker")
         return {worker: Process(pid, started) for worker, pid, started in rows}
 
-    def log(self) -> list[Entry]:
-        """Return the grants and releases, in order."""
-        return [Entry(*row) for row in self.execute("SELECT * FROM log ORDER BY rowid")]
+    def stays(self) -> list[Stay]:
+        """Return the stays of tests that have ended, in the order of their ends."""
+        return [Stay(*row) for row in self.execute("SELECT * FROM stay ORDER BY rowid")]
 
     def _void_dead(self) -> bool:
         """Remove the workers whose process has ended; return whether there were any."""
         owners = self.owners().items()
         dead = [worker for worker, one in owners if one != self._own and not is_alive(one)]
         for worker in dead:
-            self._take_out(worker, event="void")
+            self._take_out(worker)
         return bool(dead)
 
-    def _take_out(self, worker: int, event: str = "released") -> None:
-        for lease in self._queued():
-            if lease.request.owner == worker and lease.is_running:
-                self._log(event, lease)
+    def _take_out(self, worker: int) -> None:
+        self._log(one for one in self._requests(runs=True) if one.owner == worker)
         self.execute("DELETE FROM worker WHERE id = ?", (worker,))
 
-    def _log(self, event: str, lease: QueuedTest) -> None:
-        now, who = self._clock(), (lease.run, lease.worker, lease.process.pid, lease.nodeid)
-        self.executemany(
-            "INSERT INTO log VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            [(now, event, *who, device, need) for device, need in lease.request.needs.items()],
-        )
+    def _log(self, ended: Iterable[Request]) -> list[Stay]:
+        """Keep the stays of tests that end now."""
+        now = self._clock()
+        stays = [
+            Stay(one.run, one.worker, one.nodeid, device, one.since, now, size)
+            for one in ended
+            for device, size in one.needs.items()
+        ]
+        self.executemany("INSERT INTO stay VALUES (?, ?, ?, ?, ?, ?, ?)", stays)
+        return stays
 
-    def _insert(self, statement: str, row: tuple[object, ...]) -> int:
+    def _insert(self, columns: str, *row: object) -> int:
         """Insert a row; return its number."""
-        number = self.execute(statement, row).lastrowid
+        places = ", ".join("?" * len(row))
+        number = self.execute(f"INSERT INTO {columns} VALUES ({places})", row).lastrowid
         assert number is not None
         return number
-
-    def _enter_needs(self, test: int, needs: Mapping[str, int]) -> None:
-        rows = [(test, device, need) for device, need in needs.items()]
-        self.executemany("INSERT INTO need VALUES (?, ?, ?)", rows)
 
     def _state(self, devices: Mapping[str, Budget]) -> State:
         held = list(self.execute("SELECT device, worker, context, fixtures FROM held"))
@@ -281,24 +253,20 @@ class Ledger(Database):
             )
             for name, device in devices.items()
         }
-        leases = list(self._queued())
-        running = tuple(lease for lease in leases if lease.is_running)
-        return State(known, running, tuple(lease for lease in leases if not lease.is_running))
+        return State(known, self._requests(runs=True), self._requests(runs=False))
 
-    def _queued(self) -> Iterator[QueuedTest]:
-        needs: dict[int, dict[str, int]] = {}
-        for test, device, need in self.execute("SELECT test, device, bytes FROM need"):
-            needs.setdefault(test, {})[device] = need
+    def _requests(self, *, runs: bool) -> tuple[Request, ...]:
+        """Return the tests that run, or those that wait, in the order in which they asked."""
         rows = self.execute(
-            "SELECT test.id, worker, nodeid, since, granted, duration, exclusive, priority, "
-            "guaranteed, pid, started, run, name FROM test JOIN worker ON worker.id = test.worker "
-            "ORDER BY test.id"
-        ).fetchall()
-        for test, worker, nodeid, since, granted, duration, *flags, pid, started, run, name in rows:
-            exclusive, priority, guaranteed = flags
-            asked = since if granted is None else granted
-            request = Request(
-                *(test, worker, needs.get(test, {}), asked, duration),
-                *(bool(exclusive), priority, bool(guaranteed)),
+            "SELECT test.id, worker, needs, since, duration, exclusive, priority, guaranteed, "
+            "nodeid, run, name, pid FROM test JOIN worker ON worker.id = test.worker "
+            "WHERE runs = ? ORDER BY test.id",
+            (runs,),
+        )
+        return tuple(
+            Request(
+                *(test, worker, json.loads(needs), since, duration),
+                *(bool(exclusive), priority, bool(guaranteed), *who),
             )
-            yield QueuedTest(nodeid, run, name, Process(pid, started), request, granted is not None)
+            for test, worker, needs, since, duration, exclusive, priority, guaranteed, *who in rows
+        )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
-from pytest_gpumem.sharing.ledger import Entry
+from pytest_gpumem.sharing.ledger import Stay
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted
 
@@ -18,28 +18,13 @@ COLUMNS = 60
 """Characters of the picture of a device's use over time."""
 
 
-class TestStay(NamedTuple):
-    """A test's stay on one device; seconds of the host's clock, and bytes."""
-
-    nodeid: str
-    worker: str
-    granted: float
-    released: float
-    bytes: int
-
-    @property
-    def duration(self) -> float:
-        """Seconds."""
-        return self.released - self.granted
-
-
 @dataclass(frozen=True)
 class RunUsage:
     """The tests of one run on one device."""
 
     device: str
     capacity: int
-    spans: tuple[TestStay, ...]
+    spans: tuple[Stay, ...]
 
     @property
     def makespan(self) -> float:
@@ -115,21 +100,12 @@ class RunUsage:
         return [time for time, _ in changes], list(accumulate(change for _, change in changes))
 
 
-def usages(log: Iterable[Entry], run: str, capacity: int) -> list[RunUsage]:
-    """Return the use of each device by ``run`` according to the log, for tests that ended."""
-    begun: dict[tuple[str, str, str], Entry] = {}
-    spans: dict[str, list[TestStay]] = {}
-    for entry in log:
-        if entry.run != run:
-            continue
-        key = entry.worker, entry.nodeid, entry.device
-        if entry.event == "granted":
-            begun[key] = entry
-        elif key in begun:
-            since = begun.pop(key)
-            spans.setdefault(entry.device, []).append(
-                TestStay(entry.nodeid, entry.worker, since.time, entry.time, since.bytes)
-            )
+def usages(stays: Iterable[Stay], run: str, capacity: int) -> list[RunUsage]:
+    """Return the use of each device by the tests of ``run``, of their ``stays``."""
+    spans: dict[str, list[Stay]] = {}
+    for stay in stays:
+        if stay.run == run:
+            spans.setdefault(stay.device, []).append(stay)
     return [RunUsage(device, capacity, tuple(found)) for device, found in sorted(spans.items())]
 
 

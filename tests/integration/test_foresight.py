@@ -48,13 +48,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def granted(folder: Path) -> dict[str, int]:
     ledger = Ledger(folder)
-    entries = ledger.log()
+    stays = ledger.stays()
     ledger.close()
-    return {
-        entry.nodeid.partition("::")[2]: entry.bytes
-        for entry in entries
-        if entry.event == "granted"
-    }
+    return {stay.nodeid.partition("::")[2]: stay.bytes for stay in stays}
 
 
 def test_what_nobody_knows_is_simulated_once(project: Project, folder: Path) -> None:

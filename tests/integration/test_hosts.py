@@ -27,7 +27,7 @@ def host(folder: Path, number: int, *more: str) -> str:
 
 def granted(folder: Path) -> set[str]:
     ledger = Ledger(folder)
-    found = {entry.nodeid for entry in ledger.log() if entry.event == "granted"}
+    found = {stay.nodeid for stay in ledger.stays()}
     ledger.close()
     return found
 

@@ -107,7 +107,7 @@ def test_the_next_run_knows_what_a_test_needs(project: Project, folder: Path) ->
             passed=1, deselected=3
         )
     ledger = Ledger(folder)
-    granted = [entry.bytes for entry in ledger.log() if entry.event == "granted"]
+    granted = [stay.bytes for stay in ledger.stays()]
     ledger.close()
     # The first time nobody knew, so it ran alone.
     assert granted == [0, 20 * MIB]

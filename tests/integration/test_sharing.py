@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE
-from pytest_gpumem.sharing.ledger import Entry, Ledger
+from pytest_gpumem.sharing.ledger import Ledger, Stay
 from tests.pytest_project import Project
 
 GIB = 2**30
@@ -23,11 +24,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shared"
 
 
-def log(folder: Path) -> list[Entry]:
+def stays(folder: Path) -> list[Stay]:
     ledger = Ledger(folder)
-    entries = ledger.log()
+    found = ledger.stays()
     ledger.close()
-    return entries
+    return found
+
+
+def most(stays: Iterable[Stay], of_each: Callable[[Stay], int]) -> int:
+    """Return the most that the tests beside each other had together at one moment."""
+    changes = [(stay.released, -of_each(stay)) for stay in stays]
+    changes += [(stay.granted, of_each(stay)) for stay in stays]
+    return max(accumulate(change for _, change in sorted(changes)))
 
 
 SEVERAL = """
@@ -47,13 +55,11 @@ def test_workers_take_turns_where_there_is_no_room_for_both(project: Project, fo
     result = project.run_apart("--gpumem-share", "-n2")
 
     result.assert_outcomes(passed=6)
-    entries = log(folder)
-    signs = {"granted": 1, "released": -1}
-    held = list(accumulate(signs[entry.event] * entry.bytes for entry in entries))
+    found = stays(folder)
     # 9 GiB each by the marker: never two of them on 14.7.
-    assert max(held) == 9 * GIB
-    assert held[-1] == 0
-    assert len({entry.worker for entry in entries}) == 2
+    assert most(found, lambda stay: stay.bytes) == 9 * GIB
+    assert len(found) == 6
+    assert len({stay.worker for stay in found}) == 2
     result.stdout.fnmatch_lines(["note: simulated T4 cuda:0: 6 tests on 2 workers in * s, *"])
 
 
@@ -72,10 +78,7 @@ def test_of_which_nothing_is_known_runs_alone(project: Project, folder: Path) ->
         """
     )
     project.run("--gpumem-share").assert_outcomes(passed=1)
-    assert [(entry.event, entry.bytes) for entry in log(folder)] == [
-        ("granted", 0),
-        ("released", 0),
-    ]
+    assert [stay.bytes for stay in stays(folder)] == [0]
 
 
 def test_a_baseline_says_what_a_test_needs(project: Project, folder: Path) -> None:
@@ -88,7 +91,7 @@ def test_a_baseline_says_what_a_test_needs(project: Project, folder: Path) -> No
     )
     project.run("--gpumem-update-baselines").assert_outcomes(passed=1)
     project.run("--gpumem-share").assert_outcomes(passed=1)
-    assert log(folder)[0].bytes == 20 << 20
+    assert stays(folder)[0].bytes == 20 << 20
 
 
 TWO = "--gpumem-device=sim:T4*2"
@@ -96,9 +99,9 @@ TWO = "--gpumem-device=sim:T4*2"
 
 def asked(folder: Path) -> dict[str, int]:
     """Bytes by device of the last test that was granted any."""
-    granted = [entry for entry in log(folder) if entry.event == "granted"]
-    last = granted[-1].nodeid, granted[-1].time
-    return {one.device: one.bytes for one in granted if (one.nodeid, one.time) == last}
+    found = stays(folder)
+    last = found[-1].nodeid, found[-1].granted
+    return {one.device: one.bytes for one in found if (one.nodeid, one.granted) == last}
 
 
 def test_a_test_that_uses_two_devices_asks_for_both(project: Project, folder: Path) -> None:
@@ -143,11 +146,10 @@ def test_workers_spread_over_the_devices_of_a_machine(project: Project, folder: 
 
     result.assert_outcomes(passed=4)
     # 12 of 14.7 GiB: two at a time only because each worker has a device of its own.
-    entries = log(folder)
-    places = {(entry.worker, entry.device) for entry in entries}
+    found = stays(folder)
+    places = {(stay.worker, stay.device) for stay in found}
     assert len(places) == len({device for _, device in places}) == 2
-    running = list(accumulate({"granted": 1, "released": -1}[entry.event] for entry in entries))
-    assert max(running) == 2
+    assert most(found, lambda _: 1) == 2
 
 
 def test_no_test_needs_more_than_its_quota(project: Project, folder: Path) -> None:
@@ -163,7 +165,7 @@ def test_no_test_needs_more_than_its_quota(project: Project, folder: Path) -> No
         """
     )
     project.run("--gpumem-share").assert_outcomes(passed=2)
-    assert [entry.bytes for entry in log(folder)] == [GIB] * 4
+    assert [stay.bytes for stay in stays(folder)] == [GIB] * 2
 
 
 def test_a_test_that_never_fits_says_so(project: Project) -> None:

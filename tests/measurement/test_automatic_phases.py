@@ -17,6 +17,7 @@ from pytest_gpumem.garbage import paused
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.observer import MemoryObserver
 from pytest_gpumem.measurement.phases import PhaseTracker
+from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import Bytes
 from tests.fake_statistics import FakeStatistics
 
@@ -51,7 +52,7 @@ def net() -> nn.Module:
 
 @pytest.mark.parametrize("observed", [False, True])
 def test_a_profiler_with_stacks_sees_the_modules(tracker: PhaseTracker, observed: bool) -> None:
-    observer = MemoryObserver(list, list, list) if observed else None
+    observer = MemoryObserver(RecordedHistory()) if observed else None
     with AutomaticPhases(tracker, observer).watching():
         called = torch.nn.Module.__call__.__code__
         with profile(with_stack=True):
@@ -273,7 +274,7 @@ def test_torch_is_as_it_was_afterwards(tracker: PhaseTracker) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_lazy_module_is_watched_before_it_has_a_shape() -> None:
     with simulate("T4"):
-        witness = MemoryObserver(list, list, list)
+        witness = MemoryObserver(RecordedHistory())
         witness.watch(nn.LazyLinear(4).cuda())
         assert witness.observations == []
 
@@ -290,7 +291,7 @@ def test_a_module_that_is_compiled_is_one_graph_and_one_phase(
         return graph.forward
 
     model = net()
-    witness = MemoryObserver(list, list, list) if witnesses else None
+    witness = MemoryObserver(RecordedHistory()) if witnesses else None
     with AutomaticPhases(tracker, witness).watching():
         compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
         compiled(torch.ones(1, 2))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -85,23 +87,31 @@ def test_a_reset_of_dynamo_does_not_end_it(
     assert tracker.records(0, Bytes())["call"].peak_allocated == 0
 
 
-def test_it_is_heard_of_whoever_imports_dynamo(
-    statistics: FakeStatistics, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A decorator with options does not yet, and what it returns does."""
-    import torch._dynamo.callback as callbacks
+IMPORTED_INSIDE = """
+    import sys
+    import torch
+    from pytest_gpumem.measurement.compiling import Compiling
+    from pytest_gpumem.measurement.phases import PhaseTracker
+    from pytest_gpumem.measurement.statistics import Bytes
+    from tests.fake_statistics import FakeStatistics
 
-    torch._dynamo.reset()
-    monkeypatch.delitem(sys.modules, callbacks.__name__)
+    def backend(graph, inputs):
+        statistics.use(5000)
+        return graph.forward
+
+    statistics = FakeStatistics()
     tracker, before = PhaseTracker(statistics), torch.compile
+    assert "torch._dynamo" not in sys.modules
     with Compiling(tracker).watched(), tracker.window("call"):
-        decorate = torch.compile(backend=compiler(lambda: statistics.use(5000)))
-        monkeypatch.setitem(sys.modules, callbacks.__name__, callbacks)
-        run: Any = decorate(torch.sin)
-        assert torch.compile is before
-        run(torch.ones(3))
+        torch.compile(backend=backend)(torch.sin)(torch.ones(3))
     assert tracker.records(0, Bytes())["call"].peak_allocated == 0
+    assert tracker.compiled == {0: 5000}
     assert torch.compile is before
+"""
+
+
+def test_it_is_heard_of_whoever_imports_dynamo() -> None:
+    subprocess.run([sys.executable, "-c", dedent(IMPORTED_INSIDE)], check=True)
 
 
 def test_kernels_that_are_measured_when_they_are_launched_belong_to_it(

@@ -121,9 +121,9 @@ def test_the_set_up_phase_is_the_same_whoever_set_a_fixture_up(
             device.use(used)
             device.allocate(kept)
 
-    extent = ledger.setup_extents(["first", "second"])[0]
+    phase = ledger.setup_phase(["first", "second"], 0)
 
-    assert (extent.peak.allocated, extent.allocated_after) == (20 + 90, 27)
+    assert (phase.peak_allocated, phase.allocated_after) == (20 + 90, 27)
 
 
 def test_a_fixture_torn_down_is_forgotten(device: FakeStatistics, ledger: Ledger) -> None:

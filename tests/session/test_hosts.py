@@ -30,8 +30,7 @@ def will_need(host: str, folder: str, *, capacity: int = 100) -> dict[str, Any]:
 
 
 def has_run(worker: str, nodeid: str, began: float, ended: float) -> dict[str, Any]:
-    rest = ["run", worker, 1, nodeid, "GPU", 50]
-    return {"entries": [[began, "granted", *rest], [ended, "released", *rest]]}
+    return {"stays": [["run", worker, nodeid, "GPU", began, ended, 50]]}
 
 
 def test_a_place_is_one_device_of_one_host(hosts: Hosts) -> None:

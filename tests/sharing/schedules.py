@@ -148,7 +148,7 @@ class Day:
 
     def check_capacity(self) -> None:
         state = self.ledger.state(self._devices())
-        running = [lease.request for lease in state.running]
+        running = list(state.running)
         assert state.devices["gpu"].free("gpu", running) >= 0
         if any(request.exclusive for request in running):
             assert len(running) == 1

@@ -14,7 +14,7 @@ import pytest
 
 from pytest_gpumem.sharing.admission import Budget, Need
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE, SharingError, default_folder
-from pytest_gpumem.sharing.ledger import FILE_NAME, SECONDS_KEPT, Ledger
+from pytest_gpumem.sharing.ledger import FILE_NAME, SECONDS_KEPT, Ledger, Stay
 
 GPU = {"gpu": Budget(100)}
 
@@ -37,8 +37,8 @@ def test_a_test_is_granted_and_gives_back(ledger: Ledger, worker: int) -> None:
     assert not ledger.try_grant(second, GPU).granted
     ledger.release(first)
     assert ledger.try_grant(second, GPU).granted
-    events = [(entry.event, entry.nodeid, entry.bytes) for entry in ledger.log()]
-    assert events == [("granted", "a", 60), ("released", "a", 60), ("granted", "b", 60)]
+    assert [(stay.nodeid, stay.bytes) for stay in ledger.stays()] == [("a", 60)]
+    assert [(test.nodeid, test.needs) for test in ledger.state(GPU).running] == [("b", {"gpu": 60})]
 
 
 def test_what_workers_hold_between_tests_is_theirs(ledger: Ledger, worker: int) -> None:
@@ -55,12 +55,11 @@ def test_who_waits_and_who_runs_can_be_read(ledger: Ledger, worker: int) -> None
     alone = Need(60, "max", exclusive=True, priority=3, guaranteed=False)
     ledger.ask(worker, "b", {"gpu": 60}, alone)
     state = ledger.state(GPU)
-    assert [lease.nodeid for lease in state.running] == ["a"]
+    assert [test.nodeid for test in state.running] == ["a"]
     (waiting,) = state.waiting
     assert (waiting.nodeid, waiting.run, waiting.worker) == ("b", "run", "gw0")
-    assert waiting.process.pid == os.getpid()
-    request = waiting.request
-    assert (request.exclusive, request.priority, request.guaranteed) == (True, 3, False)
+    assert waiting.pid == os.getpid()
+    assert (waiting.exclusive, waiting.priority, waiting.guaranteed) == (True, 3, False)
 
 
 def test_leaving_gives_everything_back(ledger: Ledger, worker: int) -> None:
@@ -76,10 +75,13 @@ def test_the_log_keeps_a_day(tmp_path: Path) -> None:
     now = [1000.0]
     ledger = Ledger(tmp_path, clock=lambda: now[0])
     worker = ledger.join("run", "gw0")
-    ledger.try_grant(ledger.ask(worker, "a", {"gpu": 1}), GPU)
+    test = ledger.ask(worker, "a", {"gpu": 1})
+    ledger.try_grant(test, GPU)
+    ledger.release(test)
+    assert ledger.stays() == [Stay("run", "gw0", "a", "gpu", 1000.0, 1000.0, 1)]
     now[0] += SECONDS_KEPT + 1
     ledger.join("run", "gw1")
-    assert ledger.log() == []
+    assert ledger.stays() == []
 
 
 HOLDER = """
@@ -121,11 +123,8 @@ def test_what_a_killed_process_held_is_void(
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert ledger.try_grant(test, GPU).granted
-    assert [(entry.event, entry.nodeid) for entry in ledger.log()] == [
-        ("granted", "theirs"),
-        ("void", "theirs"),
-        ("granted", "a"),
-    ]
+    assert [stay.nodeid for stay in ledger.stays()] == ["theirs"]
+    assert [running.nodeid for running in ledger.state(GPU).running] == ["a"]
 
 
 def test_a_number_that_another_process_has_now_is_not_it(ledger: Ledger) -> None:

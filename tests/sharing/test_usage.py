@@ -6,29 +6,20 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.sharing.ledger import Entry
+from pytest_gpumem.sharing.ledger import Stay
 from pytest_gpumem.sharing.usage import RunUsage, lines, usages, waits
 
-
-def entry(time: float, event: str, worker: str, nodeid: str, size: int, run: str = "run") -> Entry:
-    return Entry(time, event, run, worker, 1, nodeid, "gpu", size)
-
-
-LOG = [
-    entry(10, "granted", "gw0", "a", 60),
-    entry(10, "granted", "gw1", "b", 40),
-    entry(11, "granted", "gw9", "x", 1, run="another"),
-    entry(12, "released", "gw1", "b", 40),
-    entry(14, "released", "gw0", "a", 60),
-    entry(14, "granted", "gw0", "c", 80),
-    entry(16, "void", "gw0", "c", 80),
-    entry(17, "granted", "gw1", "killed with all others", 80),
+STAYS = [
+    Stay("run", "gw1", "b", "gpu", 10, 12, 40),
+    Stay("another", "gw9", "x", "gpu", 11, 13, 1),
+    Stay("run", "gw0", "a", "gpu", 10, 14, 60),
+    Stay("run", "gw0", "c", "gpu", 14, 16, 80),
 ]
 
 
 @pytest.fixture
 def usage() -> RunUsage:
-    (usage,) = usages(LOG, "run", 100)
+    (usage,) = usages(STAYS, "run", 100)
     return usage
 
 
