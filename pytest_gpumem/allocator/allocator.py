@@ -79,6 +79,7 @@ class Allocator(AllocatorState):
             keys = free_list.keys
             blocks = free_list.blocks
 
+        pool = free_list.pool
         tally = free_list.tally
         every = free_list.every
         splits, every_splits = free_list.split_tallies
@@ -86,7 +87,7 @@ class Allocator(AllocatorState):
         remaining = block.size - rounded
         previous = block.previous
         was_split = previous is not None or block.next is not None
-        if remaining > free_list.split_above and rounded < self._split_below:
+        if remaining > pool.split_above and rounded < self._split_below:
             tail = block
             block = Block()
             block.address = address
@@ -103,6 +104,7 @@ class Allocator(AllocatorState):
             tail.key = key = (remaining << SIZE_SHIFT) + tail_address + shift
             insort(keys, key)
             blocks[key] = tail
+            tail.born = pool.clock
             if was_split:
                 splits.split_bytes_out += rounded
                 splits.split_bytes -= rounded
@@ -205,6 +207,7 @@ class Allocator(AllocatorState):
         block.key = key = (merged_size << SIZE_SHIFT) + address + block.shift
         insort(keys, key)
         blocks[key] = block
+        block.born = free_list.pool.clock
 
         if previous is None and following is None:
             splits.splits_out += absorbed
@@ -308,7 +311,8 @@ class Allocator(AllocatorState):
 
     def pool_state(self, pool: PoolId) -> PoolState:
         """Return how the segments of a private pool are divided now (``getCheckpointState``)."""
-        return snapshots.state_of(self.pools.get(pool).identity, self.every_block())
+        identity = self.pools.get(pool).identity
+        return PoolState(identity, self.segments(identity, frames=False))
 
     def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:
         """Divide a private pool as it was (``setCheckpointPoolState``); all that lives is freed.
@@ -325,13 +329,13 @@ class Allocator(AllocatorState):
             private = self.pools.get(state.pool)
             blocks = (*private.small.free_blocks(), *private.large.free_blocks())
             free = {block.address: block for block in blocks}
-            for block in snapshots.divide(segment, free, self._note):
+            for block in snapshots.divide(segment["blocks"], free, self._note):
                 self._live[block.address] = block
-            for each in segment:
-                if each.is_live:
-                    live.add(each.address)
+            for each in segment["blocks"]:
+                if each["state"] == "inactive":
+                    Allocator.free(self, each["address"])
                 else:
-                    Allocator.free(self, each.address)
+                    live.add(each["address"])
         return freed, live
 
     def _choose(self, size: int, stream: int) -> tuple[int, FreeList]:

@@ -187,7 +187,7 @@ class Pools:
         """
         for pool in (private.small, private.large):
             above = 0 if pool.small or self._split_freely else SMALL_SIZE
-            pool.split_when_above(UNLIMITED if private.no_split else above)
+            pool.split_above = UNLIMITED if private.no_split else above
 
     def _make(self, identity: PoolId) -> PrivatePool:
         small, large = (

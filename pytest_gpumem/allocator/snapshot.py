@@ -184,56 +184,35 @@ def _or_unlimited(size: int | None) -> int:
     return -1 if size is None else size
 
 
-class BlockState(NamedTuple):
-    """The saved state of one block; sizes are bytes."""
-
-    address: int
-    size: int
-    is_live: bool
-
-
 class PoolState(NamedTuple):
-    """The saved state of a private pool."""
+    """The saved state of a private pool: its segments and their blocks, as a snapshot has them."""
 
     pool: PoolId
-    segments: tuple[tuple[BlockState, ...], ...]
-
-
-def state_of(pool: PoolId, blocks: Iterable[Block]) -> PoolState:
-    """Return the state of ``pool``, whose blocks are among ``blocks``."""
-    segments: dict[Block, list[BlockState]] = {}
-    heads = [b for b in blocks if b.previous is None and b.free_list.pool.identity == pool]
-    for head in sorted(heads, key=lambda block: block.address):
-        block: Block | None = head
-        while block is not None:
-            if block.is_mapped:
-                state = BlockState(block.address, block.size, not block.key)
-                segments.setdefault(head, []).append(state)
-            block = block.next
-    return PoolState(pool, tuple(map(tuple, segments.values())))
+    segments: Sequence[Json]
 
 
 def divide(
-    segment: tuple[BlockState, ...], free: dict[int, Block], note: Callable[[RawEntry], None]
+    states: Sequence[Json], free: dict[int, Block], note: Callable[[RawEntry], None]
 ) -> list[Block]:
-    """Allocate every block of ``segment``, which is whole and free, as it was divided.
+    """Allocate every block of a segment, which is whole and free, as it was divided: ``states``.
 
     ``free`` has the free blocks of the pool by address. Raises ``AllocatorError`` where the segment
     does not exist any more.
     """
     made = []
-    for at, state in enumerate(segment):
-        block = free.pop(state.address, None)
-        if block is None or block.size < state.size:
+    for at, state in enumerate(states):
+        block = free.pop(state["address"], None)
+        if block is None or block.size < state["size"]:
             raise AllocatorError(
-                f"The memory pool has no free segment at {state.address:#x} any more, as it had"
+                f"The memory pool has no free segment at {state['address']:#x} any more, as it had"
                 " when the checkpoint was taken."
             )
-        was_split, is_last = block.is_split, at + 1 == len(segment)
+        was_split, is_last = block.is_split, at + 1 == len(states)
         free_list = block.free_list
         free_list.remove(block)
         if not is_last:
-            rest = free[block.address + state.size] = split_off(block, state.size)
+            rest = split_off(block, state["size"])
+            free[rest.address] = rest
             free_list.add(rest)
             if not was_split:
                 free_list.note_split(rest.size)

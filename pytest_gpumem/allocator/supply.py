@@ -61,9 +61,7 @@ class Supply:
         self._settings = settings
         self._max_split = settings.max_split_size or UNLIMITED
         self._memory.oversize = self._max_split
-        if settings.garbage_collection_threshold > 0.0 and not self._collects:
-            self._collects = True
-            self._pools.large.replace_blocks(AgedBlocks)
+        self._collects |= settings.garbage_collection_threshold > 0.0
         if settings.expandable_segments:
             if self.expandable is None:
                 self.expandable = ExpandableSegments(self._memory)
@@ -290,19 +288,3 @@ def _smallest_plain(free_list: FreeList, rounded: int) -> Block | None:
         if not block.free_list.is_expandable:
             return block
     return None
-
-
-class AgedBlocks(dict[int, Block]):
-    """Free blocks by key; the clock of the pool at its insertion is noted in each.
-
-    It replaces the plain dict of a free list, so that the hot path has no code for ages. The age of
-    a block is the number of searches of the pool since (``gc_count``).
-    """
-
-    def __init__(self, pool: Pool) -> None:
-        super().__init__()
-        self._pool = pool
-
-    def __setitem__(self, key: int, block: Block) -> None:
-        block.born = self._pool.clock
-        super().__setitem__(key, block)
