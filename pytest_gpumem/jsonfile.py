@@ -162,8 +162,8 @@ def _passing(schema: Schema, root: Schema, named: dict[str, _Passing]) -> _Passi
     kinds = {
         kind for name in ([names] if isinstance(names, str) else names) for kind in _USUAL[name]
     }
-    low = schema.get("minimum", schema.get("minLength", float("-inf")))
-    high = schema.get("maximum", float("inf"))
+    low: float = schema.get("minimum", schema.get("minLength", float("-inf")))
+    high: float = schema.get("maximum", float("inf"))
     required = frozenset(schema.get("required", ()))
     known = {
         name: _passing(part, root, named) for name, part in schema.get("properties", {}).items()
@@ -191,8 +191,7 @@ def _passing(schema: Schema, root: Schema, named: dict[str, _Passing]) -> _Passi
             if inner is None or (numbers and set(map(type, value)) <= {int}):
                 return True  # long ones are checked in C only
             return all(map(inner, value))
-        return (
-            low <= (len(value) if kind is str else value if kind in (int, float) else low) <= high
-        )
+        size: float = len(value) if kind is str else value if kind in (int, float) else low
+        return low <= size <= high
 
     return passes

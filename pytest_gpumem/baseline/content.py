@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import Counter, UserDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -166,35 +166,19 @@ class BaselineFile:
     tests: Entries
 
 
-class Entries(MutableMapping[str, BaselineEntry]):
+class Entries(UserDict[str, Any]):
     """The tests of a file by id; each entry is built on access, of the thousands there are."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        self._data = dict(data)
+        self.data = dict(data)
         """The JSON form, as it was read, of unchanged entries."""
 
     def __getitem__(self, test_id: str) -> BaselineEntry:
-        return BaselineEntry.from_dict(self._data[test_id])
+        return BaselineEntry.from_dict(self.data[test_id])
 
     def __setitem__(self, test_id: str, entry: BaselineEntry) -> None:
         if self.get(test_id) != entry:  # an equal entry in another form is kept
-            self._data[test_id] = entry.to_dict()
-
-    def __delitem__(self, test_id: str) -> None:
-        del self._data[test_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._data)
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __contains__(self, test_id: object) -> bool:
-        return test_id in self._data
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form of all of them."""
-        return self._data
+            self.data[test_id] = entry.to_dict()
 
 
 def read_file(path: Path, key: str) -> BaselineFile | None:
@@ -255,7 +239,7 @@ def serialize(path: Path, environment: Environment, tests: Entries) -> bytes:
     data = {
         "schema_version": SCHEMA_VERSION,
         "environment": environment.to_dict(),
-        "tests": tests.to_dict(),
+        "tests": tests.data,
     }
     if problem := schema_problem(__package__, data):
         raise BaselineError(f"baseline {path} was not written: {problem}")
