@@ -129,9 +129,9 @@ def _run(usage: Usage, course: Course, columns: Columns, known: Any) -> dict[str
     return {
         "usage": {**asdict(usage), "fragmentation": usage.fragmentation},
         "fullest": course.fullest + 1,
-        "first": list(course.first),
-        "reserved": columns.add(course.reserved),
-        "split": columns.add(course.split),
+        "first": [sum(column[:1]) for column in (course.allocated, course.reserved, course.split)],
+        "reserved": columns.add(course.reserved[1:]),
+        "split": columns.add(course.split[1:]),
         "segments": {
             "peak": _segments(course.then, known(course.fullest)),
             "end": _segments(course.end, known(len(course.trace) - 1)),
@@ -147,7 +147,7 @@ def _blocks(course: Course) -> list[_Block]:
     }
     blocks = list(live.values())
     stretch, during = 0, ""
-    for index, (event, change) in enumerate(zip(course.trace, course.allocated, strict=False)):
+    for index, (event, change) in enumerate(zip(course.trace, course.allocated[1:], strict=False)):
         if event["action"] == "alloc":
             own = facts[_key(event)]
             if own.during != during:
