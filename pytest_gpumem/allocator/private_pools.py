@@ -52,8 +52,6 @@ class Pools:
         """The tally over all pools."""
         self._tallies = {True: Tally(), False: Tally()}
         self.by_id: dict[PoolId, PrivatePool] = {}
-        self.freeable: dict[PoolId, PrivatePool] = {}
-        """Pools that nothing refers to any more."""
         self.scopes: list[tuple[PoolId, Filter]] = []
         self.reserved: dict[PoolId, dict[str, Stat]] = {}
         """Reserved bytes of every pool that ever had any; they outlive the pool."""
@@ -108,9 +106,7 @@ class Pools:
         """Remove one use (``releasePool``); a pool without uses can be returned to the device."""
         pool = self.get(identity)
         pool.uses -= 1
-        if pool.uses == 0:
-            self.freeable[identity] = pool
-            pool.no_split = False
+        pool.no_split &= pool.uses > 0
 
     def route(self, stream: int, *, small: bool) -> Pool:
         """Return the pool for an allocation on ``stream``."""

@@ -115,14 +115,12 @@ def _segment(allocator: AllocatorState, head: Block, *, frames: bool) -> Json:
 
 
 def _block(allocator: AllocatorState, block: Block, *, frames: bool) -> Json:
-    state = "inactive" if block.key else "active_allocated"
-    if not block.key and allocator.is_pending(block):
-        state = "active_pending_free"
+    state = "active_pending_free" if allocator.is_pending(block) else "active_allocated"
     return {
         "address": block.address,
         "size": block.size,
         "requested_size": block.requested,
-        "state": state,
+        "state": "inactive" if block.key else state,
         "frames": frames_of(block.context, allocator.trace) if frames else [],
     }
 

@@ -242,7 +242,8 @@ class AllocatorState:
 
     def is_pending(self, block: Block) -> bool:
         """Return whether the block was freed and another stream may still use it."""
-        return self._uses.is_pending(block)
+        live = self._live.get(block.address), self._uses.live.get(block.address)
+        return not block.key and block not in live
 
     def _configure(self) -> None:
         settings = self.settings

@@ -97,7 +97,7 @@ class Supply:
             self._synchronize_events()
             self._release_pool(pools.large)
             self._release_pool(pools.small)
-        for private in list(pools.freeable.values()):
+        for private in [one for one in pools.by_id.values() if one.uses <= 0]:
             if pool == private.identity:
                 self._synchronize_events(pool)
             elif pool != SHARED_POOL:
@@ -105,7 +105,7 @@ class Supply:
             self._release_pool(private.small)
             self._release_pool(private.large)
             if private.reserved["all"].current == 0:
-                del pools.by_id[private.identity], pools.freeable[private.identity]
+                del pools.by_id[private.identity]
 
     def memory_fields(self, rounded: int, segment: int) -> OutOfMemoryFields:
         """Return the numbers of an error, for a request and the segment that it needs."""
