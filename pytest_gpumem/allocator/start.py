@@ -48,8 +48,8 @@ def starting_segments(
     where every remainder is split off, from the request.
     """
     segments = list(segments)
-    blocks = _blocks_held(segments, trace)
-    held = [*_segments_held(segments, trace).values(), *mapped_at_start(segments, trace, settings)]
+    plain, blocks = _held_at_start(segments, trace)
+    held = [*plain.values(), *mapped_at_start(segments, trace, settings)]
     addresses = sorted(blocks)
     first_uses: dict[str, dict[int, int]] = {"alloc": {}, "free_completed": {}}
     for index, event in enumerate(trace):
@@ -78,48 +78,37 @@ def starting_segments(
     return start
 
 
-def _segments_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, dict[str, Any]]:
-    """Return the segments held when recording began, by address."""
+def _held_at_start(
+    segments: Sequence[Json], trace: Sequence[Json]
+) -> tuple[dict[int, dict[str, Any]], dict[int, _Held]]:
+    """Return the plain segments held, and the blocks in use, when recording began, by address."""
     held = {
         segment["address"]: _segment(segment["address"], segment["total_size"], _owner_of(segment))
         for segment in segments
         if not segment.get("is_expandable")
     }
-    for event in reversed(trace):
-        address, size = event.get("addr", 0), event["size"]
-        if event["action"] == "segment_alloc":
-            held.pop(address, None)
-        elif event["action"] == "segment_free":
-            kind = "small" if size == SMALL_SEGMENT else "large"
-            held[address] = _segment(address, size, _owner(event, kind))
-    return held
-
-
-def _blocks_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, _Held]:
-    """Return the blocks in use when recording began, by address."""
-    held: dict[int, _Held] = {}
-    born: set[int] = set()
-    asked: set[int] = set()
-    for event in trace:
-        action, address = event["action"], event.get("addr", 0)
-        if action == "alloc":
-            born.add(address)
-        elif action == "free_requested":
-            asked.add(address)
-        elif action == "free_completed":
-            if address in born:
-                born.remove(address)
-            else:
-                held[address] = _Held(event["size"], None, _LIVE if address in asked else PENDING)
-            asked.discard(address)
+    blocks: dict[int, _Held] = {}
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:
-            if block["state"] != "inactive" and address not in born:
-                state = _LIVE if address in asked else block["state"]
-                held[address] = _Held(block.get("requested_size", 0), block["size"], state)
+            if block["state"] != "inactive":
+                requested = block.get("requested_size", 0)
+                blocks[address] = _Held(requested, block["size"], block["state"])
             address += block["size"]
-    return held
+    for event in reversed(trace):
+        action, address, size = event["action"], event.get("addr", 0), event["size"]
+        if action == "segment_alloc":
+            held.pop(address, None)
+        elif action == "segment_free":
+            kind = "small" if size == SMALL_SEGMENT else "large"
+            held[address] = _segment(address, size, _owner(event, kind))
+        elif action == "alloc":
+            blocks.pop(address, None)
+        elif action == "free_completed":
+            blocks[address] = _Held(size, None, PENDING)
+        elif action == "free_requested" and address in blocks:
+            blocks[address] = blocks[address]._replace(state=_LIVE)
+    return held, blocks
 
 
 class _Owner(NamedTuple):

@@ -46,7 +46,6 @@ class Supply:
         self._pools = pools
         self._memory = memory
         self._uses = uses
-        self._max_split = UNLIMITED
         self._collects = False
         self._rejected = False
         """Whether ``throw_on_cudamalloc_oom`` refused the present request."""
@@ -54,13 +53,12 @@ class Supply:
     @property
     def only_best_fit(self) -> bool:
         """Whether a search is nothing but the smallest block that fits."""
-        return self._max_split == UNLIMITED and self.expandable is None and not self._collects
+        return self._memory.oversize == UNLIMITED and self.expandable is None and not self._collects
 
     def configure(self, settings: AllocatorSettings) -> None:
         """Apply the settings."""
         self._settings = settings
-        self._max_split = settings.max_split_size or UNLIMITED
-        self._memory.oversize = self._max_split
+        self._memory.oversize = settings.max_split_size or UNLIMITED
         self._collects |= settings.garbage_collection_threshold > 0.0
         if settings.expandable_segments:
             if self.expandable is None:
@@ -206,7 +204,7 @@ class Supply:
 
     def _take_fitting(self, free_list: FreeList, block: Block | None, rounded: int) -> Block | None:
         """Return the block, out of its list, unless it is too large for the request."""
-        limit = self._max_split
+        limit = self._memory.oversize
         if block is None or rounded < limit <= block.size:
             return None
         if limit <= rounded and block.size >= rounded + self._settings.max_non_split_rounding:
@@ -246,9 +244,9 @@ class Supply:
         Oversize are those from ``max_split_size_mb`` on. ``release_available_cached_blocks`` takes
         one that is large enough, else from the largest down.
         """
-        if self._max_split == UNLIMITED:
+        if self._memory.oversize == UNLIMITED:
             return False
-        target = max(rounded, self._max_split)
+        target = max(rounded, self._memory.oversize)
         keys = free_list.keys
         index = bisect_left(keys, target << SIZE_SHIFT)
         if index < len(keys):
@@ -259,7 +257,7 @@ class Supply:
         released = 0
         for key in reversed(keys[:index]):
             block = free_list.blocks[key]
-            if released >= target or block.size < self._max_split:
+            if released >= target or block.size < self._memory.oversize:
                 break
             if not block.free_list.is_expandable:
                 released += block.size
