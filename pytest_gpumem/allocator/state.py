@@ -152,7 +152,7 @@ class AllocatorState:
         for tally in (self._every, self._small.tally, self._large.tally):
             tally.reset_peaks()
         for stat in self._rare_stats():
-            stat.reset_peak()
+            stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
         """Set counters that only grow to 0 (``reset_accumulated_memory_stats``)."""
