@@ -243,8 +243,7 @@ class Allocator(AllocatorState):
         only that one. During a capture the shared pool keeps its segments. ``context`` is kept with
         the events of the segments that go.
         """
-        with self.memory.releasing(context):
-            self._supply.empty_cache(pool)
+        self._supply.empty_cache(pool, context)
         self._route()
 
     def record_stream(self, address: int, stream: int, device: int | None = None) -> None:

@@ -75,8 +75,7 @@ class Supply:
             if found is not None:
                 return found
         if self._collects and self._memory.limit is not None:
-            with self._memory.releasing(context):
-                self._collect_garbage(self._memory.limit)
+            self._collect_garbage(self._memory.limit, context)
         size = segment_size(rounded, self._settings.large_segment_size)
         self._rejected = False
         block = self._obtain(free_list, rounded, size, context)
@@ -88,20 +87,20 @@ class Supply:
             raise OutOfMemory(rejection_message(requested), self.memory_fields(rounded, size))
         raise self._out_of_memory(free_list.stream, rounded, size, context)
 
-    def empty_cache(self, pool: PoolId = SHARED_POOL) -> None:
+    def empty_cache(self, pool: PoolId, context: Any) -> None:
         """Return every segment without a live block to the device, as ``Allocator.empty_cache``."""
         pools = self._pools
         if pool == SHARED_POOL and not self._uses.in_capture():
             self._synchronize_events()
-            self._release_pool(pools.large)
-            self._release_pool(pools.small)
+            self._release_pool(pools.large, context)
+            self._release_pool(pools.small, context)
         for private in [one for one in pools.by_id.values() if one.uses <= 0]:
             if pool == private.identity:
                 self._synchronize_events(pool)
             elif pool != SHARED_POOL:
                 continue
-            self._release_pool(private.small)
-            self._release_pool(private.large)
+            self._release_pool(private.small, context)
+            self._release_pool(private.large, context)
             if private.reserved["all"].current == 0:
                 del pools.by_id[private.identity]
 
@@ -144,14 +143,10 @@ class Supply:
         """
         memory = self._memory
         block = self._find_lent(free_list, rounded) if self.version >= LENDS_FIRST else None
-        if block is None:
-            with memory.releasing(context):
-                released = self._release_enough(free_list, rounded)
-            if released:
-                block = self._obtain(free_list, rounded, size, context)
+        if block is None and self._release_enough(free_list, rounded, context):
+            block = self._obtain(free_list, rounded, size, context)
         if block is None and not self._uses.in_capture():
-            with memory.releasing(context):
-                self.empty_cache()
+            self.empty_cache(SHARED_POOL, context)
             memory.counters.num_alloc_retries += 1
             block = self._obtain(free_list, rounded, size, context)
         if block is None and PEER_POOLS <= self.version < LENDS_FIRST:
@@ -212,7 +207,7 @@ class Supply:
         free_list.remove(block)
         return block
 
-    def _collect_garbage(self, limit: int) -> None:
+    def _collect_garbage(self, limit: int, context: Any) -> None:
         """Release whole segments of at least mean age, down to the threshold.
 
         ``garbage_collect_cached_blocks``: each round frees all of that age, not just enough.
@@ -236,9 +231,9 @@ class Supply:
             for block in old:
                 excess -= block.size
                 del ages[block]
-                self._memory.release_segment(block)
+                self._memory.release_segment(block, context)
 
-    def _release_enough(self, free_list: FreeList, rounded: int) -> bool:
+    def _release_enough(self, free_list: FreeList, rounded: int, context: Any) -> bool:
         """Release the oversize blocks that make room for a request; return whether there are any.
 
         Oversize are those from ``max_split_size_mb`` on. ``release_available_cached_blocks`` takes
@@ -252,7 +247,7 @@ class Supply:
         if index < len(keys):
             block = free_list.blocks[keys[index]]
             if not block.free_list.is_expandable:
-                self._memory.release_segment(block)
+                self._memory.release_segment(block, context)
                 return True
         released = 0
         for key in reversed(keys[:index]):
@@ -261,16 +256,16 @@ class Supply:
                 break
             if not block.free_list.is_expandable:
                 released += block.size
-                self._memory.release_segment(block)
+                self._memory.release_segment(block, context)
         return released >= target
 
-    def _release_pool(self, pool: Pool) -> None:
+    def _release_pool(self, pool: Pool, context: Any) -> None:
         """Release the segments of a pool that the device can take back (``release_blocks``)."""
         for block in pool.free_blocks():
             if not block.is_split and not block.free_list.is_expandable:
-                self._memory.release_segment(block)
+                self._memory.release_segment(block, context)
         if self.expandable is not None:
-            self.expandable.release(pool)
+            self.expandable.release(pool, context)
 
     def _synchronize_events(self, pool: PoolId | None = None) -> None:
         """Wait for the streams that use freed blocks (``synchronize_and_free_events``)."""
