@@ -25,7 +25,7 @@ from pytest_gpumem.allocator.private_pools import Pools
 from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.allocator.settings import AllocatorSettings
 from pytest_gpumem.allocator.state import AllocatorState
-from pytest_gpumem.allocator.trace import Contexts, Recording, Trace, TraceEntry
+from pytest_gpumem.allocator.trace import Contexts, Recording, Trace
 
 Json = dict[str, Any]
 State = Mapping[str, Any]
@@ -127,32 +127,27 @@ def _block(allocator: AllocatorState, block: Block, *, frames: bool) -> Json:
 
 def trace_dicts(trace: Trace, version: Version) -> list[Json]:
     """Return a trace in torch's format; ``time_us`` counts events, so that it is reproducible."""
-    return [
-        _trace_dict(time, entry, trace, trace.recorded(index), version)
-        for time, (index, entry) in enumerate(trace.shown)
-    ]
-
-
-def _trace_dict(
-    time: int, entry: TraceEntry, trace: Trace, recording: Recording | None, version: Version
-) -> Json:
-    result: Json = {
-        "action": entry.action,
-        "device_free" if entry.action == "oom" else "addr": entry.addr,
-        "size": entry.size,
-        "stream": int(entry.stream),
-        "time_us": time,
-    }
-    if version >= releases.COMPILE_CONTEXT:
-        result["compile_context"] = "N/A"
-    if version >= releases.USER_METADATA:
-        result["user_metadata"] = ""
-    if version >= releases.POOL_OF_EVENT:
-        result["pool_id"] = entry.pool_id
-    # torch shows no stack elsewhere (record_trace).
-    if entry.context is not None and not (recording and recording.contexts < Contexts.ALLOC):
-        result["frames"] = frames_of(entry.context, trace)
-    return result
+    found = []
+    for time, (index, entry) in enumerate(trace.shown):
+        result: Json = {
+            "action": entry.action,
+            "device_free" if entry.action == "oom" else "addr": entry.addr,
+            "size": entry.size,
+            "stream": int(entry.stream),
+            "time_us": time,
+        }
+        if version >= releases.COMPILE_CONTEXT:
+            result["compile_context"] = "N/A"
+        if version >= releases.USER_METADATA:
+            result["user_metadata"] = ""
+        if version >= releases.POOL_OF_EVENT:
+            result["pool_id"] = entry.pool_id
+        recording = trace.recorded(index)
+        # torch shows no stack elsewhere (record_trace).
+        if entry.context is not None and not (recording and recording.contexts < Contexts.ALLOC):
+            result["frames"] = frames_of(entry.context, trace)
+        found.append(result)
+    return found
 
 
 def settings_dict(settings: AllocatorSettings, version: Version) -> Json:
