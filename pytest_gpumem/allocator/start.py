@@ -27,15 +27,6 @@ PENDING = "active_pending_free"
 """Freed by the program, and still in use by a stream."""
 
 
-class _Held(NamedTuple):
-    """A block that was in use when recording began."""
-
-    requested: int
-    size: int | None
-    """``None`` where only the requested size is on record."""
-    state: str
-
-
 def starting_segments(
     segments: Iterable[Json], trace: Sequence[Json], settings: AllocatorSettings
 ) -> list[dict[str, Any]]:
@@ -63,16 +54,16 @@ def starting_segments(
         row: list[dict[str, Any]] = []
         position = first
         for address, following in zip(inside, [*inside, end][1:], strict=True):
-            block = blocks[address]
-            size = block.size
+            size = blocks[address]["size"]
             if size is None:
-                size = round_size(block.requested, settings.roundup_power2_divisions)
+                requested = blocks[address]["requested_size"]
+                size = round_size(requested, settings.roundup_power2_divisions)
                 if settings.max_split_size is not None and size >= settings.max_split_size:
                     size = following - address  # Blocks of this size are never split.
                 elif segment["segment_type"] == "large" and not settings.expandable_segments:
                     size = _size_until(first_uses, made, address + size, following, address)
             row += _gap(position, address)
-            row.append(_block(address, size, block.requested, block.state))
+            row.append({**blocks[address], "address": address, "size": size})
             position = address + size
         start.append({**segment, "blocks": row + _gap(position, end)})
     return start
@@ -80,20 +71,23 @@ def starting_segments(
 
 def _held_at_start(
     segments: Sequence[Json], trace: Sequence[Json]
-) -> tuple[dict[int, dict[str, Any]], dict[int, _Held]]:
-    """Return the plain segments held, and the blocks in use, when recording began, by address."""
+) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    """Return the plain segments held, and the blocks in use, when recording began, by address.
+
+    The size of a block is ``None`` where only the requested size is on record.
+    """
     held = {
         segment["address"]: _segment(segment["address"], segment["total_size"], _owner_of(segment))
         for segment in segments
         if not segment.get("is_expandable")
     }
-    blocks: dict[int, _Held] = {}
+    blocks: dict[int, dict[str, Any]] = {}
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:
             if block["state"] != "inactive":
-                requested = block.get("requested_size", 0)
-                blocks[address] = _Held(requested, block["size"], block["state"])
+                known = {name: block[name] for name in ("size", "state")}
+                blocks[address] = {"requested_size": block.get("requested_size", 0), **known}
             address += block["size"]
     for event in reversed(trace):
         action, address, size = event["action"], event.get("addr", 0), event["size"]
@@ -105,9 +99,9 @@ def _held_at_start(
         elif action == "alloc":
             blocks.pop(address, None)
         elif action == "free_completed":
-            blocks[address] = _Held(size, None, PENDING)
+            blocks[address] = {"requested_size": size, "size": None, "state": PENDING}
         elif action == "free_requested" and address in blocks:
-            blocks[address] = blocks[address]._replace(state=_LIVE)
+            blocks[address]["state"] = _LIVE
     return held, blocks
 
 
@@ -155,11 +149,9 @@ def _size_until(
 
 
 def _gap(start: int, end: int) -> list[dict[str, Any]]:
-    return [_block(start, end - start, 0, "inactive")] if end > start else []
-
-
-def _block(address: int, size: int, requested: int, state: str) -> dict[str, Any]:
-    return {"address": address, "size": size, "requested_size": requested, "state": state}
+    """Return the free block between two addresses, if there is one."""
+    free = {"address": start, "size": end - start, "requested_size": 0, "state": "inactive"}
+    return [free] if end > start else []
 
 
 _OF_BLOCKS = frozenset({"alloc", "free_requested", "free_completed"})
