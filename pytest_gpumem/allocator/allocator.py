@@ -9,7 +9,7 @@ simulated training step calls them hundreds of thousands of times.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pytest_gpumem.allocator import snapshot as snapshots
@@ -24,7 +24,7 @@ from pytest_gpumem.allocator.blocks import (
     round_size,
 )
 from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
-from pytest_gpumem.allocator.snapshot import PoolState, restore
+from pytest_gpumem.allocator.snapshot import PoolState
 from pytest_gpumem.allocator.state import AllocatorState
 from pytest_gpumem.allocator.stream_uses import complete_free, request_free
 from pytest_gpumem.allocator.trace import FREE
@@ -79,6 +79,7 @@ class Allocator(AllocatorState):
             keys = free_list.keys
             blocks = free_list.blocks
 
+        pool = free_list.pool
         tally = free_list.tally
         every = free_list.every
         splits, every_splits = free_list.split_tallies
@@ -86,7 +87,7 @@ class Allocator(AllocatorState):
         remaining = block.size - rounded
         previous = block.previous
         was_split = previous is not None or block.next is not None
-        if remaining > free_list.split_above and rounded < self._split_below:
+        if remaining > pool.split_above and rounded < self._split_below:
             tail = block
             block = Block()
             block.address = address
@@ -103,6 +104,7 @@ class Allocator(AllocatorState):
             tail.key = key = (remaining << SIZE_SHIFT) + tail_address + shift
             insort(keys, key)
             blocks[key] = tail
+            tail.born = pool.clock
             if was_split:
                 splits.split_bytes_out += rounded
                 splits.split_bytes -= rounded
@@ -205,6 +207,7 @@ class Allocator(AllocatorState):
         block.key = key = (merged_size << SIZE_SHIFT) + address + block.shift
         insort(keys, key)
         blocks[key] = block
+        block.born = free_list.pool.clock
 
         if previous is None and following is None:
             splits.splits_out += absorbed
@@ -240,8 +243,7 @@ class Allocator(AllocatorState):
         only that one. During a capture the shared pool keeps its segments. ``context`` is kept with
         the events of the segments that go.
         """
-        with self.memory.releasing(context):
-            self._supply.empty_cache(pool)
+        self._supply.empty_cache(pool, context)
         self._route()
 
     def record_stream(self, address: int, stream: int, device: int | None = None) -> None:
@@ -302,13 +304,17 @@ class Allocator(AllocatorState):
         """
         if self._every.reserved:
             raise AllocatorError("Only an allocator without segments can be restored to a state.")
-        restore(segments, self.pools, self.memory, self._supply.expandable, self._live)
+        expandable = self._supply.expandable
+        for block, states in snapshots.restored(segments, self.pools, self.memory, expandable):
+            self._divide(block, states)
+        self.trace.clear()
         self.reset_peak_stats()
         self.reset_accumulated_stats()
 
     def pool_state(self, pool: PoolId) -> PoolState:
         """Return how the segments of a private pool are divided now (``getCheckpointState``)."""
-        return snapshots.state_of(self.pools.get(pool).identity, self.every_block())
+        identity = self.pools.get(pool).identity
+        return PoolState(identity, self.segments(identity, frames=False))
 
     def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:
         """Divide a private pool as it was (``setCheckpointPoolState``); all that lives is freed.
@@ -320,19 +326,32 @@ class Allocator(AllocatorState):
         freed = self.pool_addresses(state.pool)
         for address in freed:
             Allocator.free(self, address)
-        live = set()
+        live: set[int] = set()
         for segment in state.segments:
             private = self.pools.get(state.pool)
             blocks = (*private.small.free_blocks(), *private.large.free_blocks())
-            free = {block.address: block for block in blocks}
-            for block in snapshots.divide(segment, free, self._note):
-                self._live[block.address] = block
-            for each in segment:
-                if each.is_live:
-                    live.add(each.address)
-                else:
-                    Allocator.free(self, each.address)
+            address, size = segment["address"], segment["total_size"]
+            whole = next((block for block in blocks if block.address == address), None)
+            if whole is None or whole.size < size:
+                raise AllocatorError(
+                    f"The memory pool has no free segment at {address:#x} any more, as it had"
+                    " when the checkpoint was taken."
+                )
+            states = [{**each, "requested_size": each["size"]} for each in segment["blocks"]]
+            live |= self._divide(whole, states)
         return freed, live
+
+    def _divide(self, block: Block, states: Sequence[Mapping[str, Any]]) -> set[int]:
+        """Divide a free block as ``states`` have it; return the addresses that are live then."""
+        blocks = snapshots.divide(block, states, self.memory)
+        self._live |= {each.address: each for each in blocks}
+        live = set()
+        for each, state in zip(blocks, states, strict=True):
+            if state["state"] == "inactive":
+                Allocator.free(self, each.address)
+            else:
+                live.add(each.address)
+        return live
 
     def _choose(self, size: int, stream: int) -> tuple[int, FreeList]:
         """Return the rounded size of a request, and the free list that serves it."""

@@ -7,7 +7,7 @@ the same in torch 2.6 to 2.15.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -67,7 +67,7 @@ class Block:
     key: int
     """Key in ``free_list`` while the block is free and mapped, else 0."""
     born: int
-    """The clock of its pool when it became free, where garbage collection is on."""
+    """The clock of its pool when it became free, from which its age follows (``gc_count``)."""
     context: Any
 
     @property
@@ -128,7 +128,6 @@ class FreeList:
     def __init__(self, pool: Pool, stream: int, plain: FreeList | None = None) -> None:
         self.pool = pool
         self.stream = stream if pool.identity == SHARED_POOL else PoolStream(stream, pool.identity)
-        self.split_above = pool.split_above
         self.is_expandable = plain is not None
         """Whether its blocks are parts of expandable segments."""
         self.expandable: FreeList | None = None
@@ -138,7 +137,7 @@ class FreeList:
         self.split_tallies = pool.tally, pool.every
         if plain is None:
             self.keys: list[int] = []
-            self.blocks = {} if pool.make_blocks is None else pool.make_blocks(pool)
+            self.blocks: dict[int, Block] = {}
         else:
             # torch leaves them out of ``inactive_split``, because their pages can be given back.
             self.split_tallies = Tally(), Tally()
@@ -156,6 +155,7 @@ class FreeList:
         block.key = (block.size << SIZE_SHIFT) + block.address + block.shift
         insort(self.keys, block.key)
         self.blocks[block.key] = block
+        block.born = self.pool.clock
 
     def remove(self, block: Block) -> None:
         """Remove a free block."""
@@ -184,8 +184,6 @@ class Pool:
         self.every = every
         self.clock = 0
         """Number of searches for a free block, while garbage collection is on."""
-        self.make_blocks: Callable[[Pool], dict[int, Block]] | None = None
-        """Factory of a free list's dict, where a plain one is not enough."""
         self.free_lists: dict[int, FreeList] = {}
 
     def free_list(self, stream: int) -> FreeList:
@@ -202,24 +200,6 @@ class Pool:
             for _, free_list in sorted(self.free_lists.items())
             for key in free_list.keys
         ]
-
-    def split_when_above(self, remaining: int) -> None:
-        """Change :attr:`split_above`, also for the lists that exist."""
-        self.split_above = remaining
-        for plain in self.free_lists.values():
-            plain.split_above = remaining
-            if plain.expandable is not None:
-                plain.expandable.split_above = remaining
-
-    def replace_blocks(self, make: Callable[[Pool], dict[int, Block]]) -> None:
-        """Keep free blocks in dicts of another kind from now on."""
-        self.make_blocks = make
-        for plain in self.free_lists.values():
-            plain.blocks, old = make(self), plain.blocks
-            for key, block in old.items():
-                plain.blocks[key] = block
-            if plain.expandable is not None:
-                plain.expandable.blocks = plain.blocks
 
 
 DIVISION_SLOTS = 16

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any, Protocol
@@ -85,7 +84,6 @@ class DeviceMemory:
         """Bytes from which on a segment counts as oversize (``max_split_size_mb``)."""
         self.contexts: dict[int, Any] = {}
         """The context of the allocation that needed the segment, by address."""
-        self._releaser: Any = None
         self._place_segment = place_segment
         self._pools = pools
         self._unused_order = FIRST_OF_AGE
@@ -103,15 +101,6 @@ class DeviceMemory:
 
     def _take(self, size: int) -> bool:
         return size <= self.free if self.shared is None else self.shared.take(size)
-
-    @contextmanager
-    def releasing(self, context: Any) -> Iterator[None]:
-        """Attribute segments released inside to ``context``; ``None`` changes nothing."""
-        self._releaser = context
-        try:
-            yield
-        finally:
-            self._releaser = None
 
     def place(self, size: int) -> tuple[int, int]:
         """Return the address and shift of a new segment: since 2.13 older ones are used first.
@@ -144,11 +133,11 @@ class DeviceMemory:
         if size >= self.oversize:
             self.counters.oversize_segments.change(1)
 
-    def release_segment(self, block: Block) -> None:
-        """Return a free block that is a whole segment to the device."""
+    def release_segment(self, block: Block, context: Any) -> None:
+        """Return a free block that is a whole segment to the device, for ``context``."""
         free_list = block.free_list
         free_list.remove(block)
-        self.give_back("segment_free", free_list, block.address, block.size)
+        self.give_back("segment_free", free_list, block.address, block.size, context)
         for tally in (free_list.tally, self.every):
             tally.change("segments", -1)
         if block.size >= self.oversize:
@@ -171,11 +160,16 @@ class DeviceMemory:
             tally.change("reserved", size)
         self._pools.count_reserved(free_list.pool, size)
 
-    def give_back(self, action: str, free_list: FreeList, address: int, size: int) -> None:
-        """Return a segment, or pages of one, to the device; ``action`` is the event of that."""
-        context = self.contexts.pop(address, None)
+    def give_back(
+        self, action: str, free_list: FreeList, address: int, size: int, context: Any
+    ) -> None:
+        """Return a segment, or pages of one, to the device; ``action`` is the event of that.
+
+        ``context`` is that of the event; where there is none, the one that needed the segment.
+        """
+        known = self.contexts.pop(address, None)
         self.counters.num_device_free += 1
-        self.note((action, address, size, free_list.stream, self._releaser or context))
+        self.note((action, address, size, free_list.stream, context or known))
         self.reserve(free_list, -size)
         if self.shared is not None:
             self.shared.give(size)
@@ -297,12 +291,12 @@ class ExpandableSegments:
         for before, after in pairwise(sorted((*mapped, *gaps), key=lambda block: block.address)):
             join(before, after)
 
-    def release(self, pool: Pool) -> None:
-        """Unmap every page that lies wholly in a free block."""
+    def release(self, pool: Pool, context: Any) -> None:
+        """Unmap every page that lies wholly in a free block, for ``context``."""
         for block in pool.free_blocks():
             if not block.free_list.is_expandable:
                 continue
-            self._unmap(block)
+            self._unmap(block, context)
             if not block.is_split and not block.is_mapped:
                 del block.free_list.unmapped[block.address], self._pages[block.address]
 
@@ -352,7 +346,7 @@ class ExpandableSegments:
         free_list.add(block)
         return True
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: Block, context: Any) -> None:
         """Unmap the whole pages of a free block; the rest of it stays free."""
         free_list = block.free_list
         address, end = block.address, block.address + block.size
@@ -373,7 +367,7 @@ class ExpandableSegments:
         absorb(block, block.previous, mapped=False)
         absorb(block, block.next, mapped=False)
         free_list.unmapped[block.address] = block
-        self._memory.give_back("segment_unmap", free_list, first, last - first)
+        self._memory.give_back("segment_unmap", free_list, first, last - first, context)
 
     def _base_and_page(self, address: int) -> tuple[int, int]:
         """Return the base of the segment that contains ``address``, and the bytes of its pages."""

@@ -52,9 +52,8 @@ class Pools:
         """The tally over all pools."""
         self._tallies = {True: Tally(), False: Tally()}
         self.by_id: dict[PoolId, PrivatePool] = {}
-        self.freeable: dict[PoolId, PrivatePool] = {}
-        """Pools that nothing refers to any more."""
-        self.scopes: list[tuple[PoolId, Filter]] = []
+        self.scopes: dict[PoolId, Filter] = {}
+        """The open scopes, in the order in which they were opened."""
         self.reserved: dict[PoolId, dict[str, Stat]] = {}
         """Reserved bytes of every pool that ever had any; they outlive the pool."""
         self._split_freely = False
@@ -92,30 +91,26 @@ class Pools:
     def open(self, identity: PoolId, accepts: Filter) -> None:
         """Route allocations from now on (``beginAllocateToPool``); raise an error in its scope."""
         self.create(identity)
-        if any(identity == other for other, _ in self.scopes):
+        if identity in self.scopes:
             raise AllocatorError("beginAllocateToPool: already recording to mempool_id")
-        self.scopes.append((identity, accepts))
+        self.scopes[identity] = accepts
 
     def close(self, identity: PoolId) -> None:
         """End the scope of a pool (``endAllocateToPool``); raise an error where none is open."""
-        for index, (other, _) in enumerate(self.scopes):
-            if other == identity:
-                del self.scopes[index]
-                return
-        raise AllocatorError("endAllocatePool: not currently recording to mempool_id")
+        if self.scopes.pop(identity, None) is None:
+            raise AllocatorError("endAllocatePool: not currently recording to mempool_id")
 
     def release(self, identity: PoolId) -> None:
         """Remove one use (``releasePool``); a pool without uses can be returned to the device."""
         pool = self.get(identity)
         pool.uses -= 1
-        if pool.uses == 0:
-            self.freeable[identity] = pool
-            pool.no_split = False
+        pool.no_split &= pool.uses > 0
 
     def route(self, stream: int, *, small: bool) -> Pool:
         """Return the pool for an allocation on ``stream``."""
         latest_first = self.version >= releases.LAST_SCOPE_FIRST
-        for identity, accepts in reversed(self.scopes) if latest_first else self.scopes:
+        scopes = self.scopes.items()
+        for identity, accepts in reversed(scopes) if latest_first else scopes:
             if accepts(stream):
                 return self.by_id[identity].side(small=small)
         return self.shared.side(small=small)
@@ -187,7 +182,7 @@ class Pools:
         """
         for pool in (private.small, private.large):
             above = 0 if pool.small or self._split_freely else SMALL_SIZE
-            pool.split_when_above(UNLIMITED if private.no_split else above)
+            pool.split_above = UNLIMITED if private.no_split else above
 
     def _make(self, identity: PoolId) -> PrivatePool:
         small, large = (

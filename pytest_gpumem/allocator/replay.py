@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,10 +124,9 @@ class _Tape:
     @cached_property
     def ends(self) -> frozenset[int]:
         """The frees that were complete at once: the indices of their second events."""
-        pairs = zip(self.trace, self.trace[1:], strict=False)
         return frozenset(
             index
-            for index, (event, following) in enumerate(pairs, start=1)
+            for index, (event, following) in enumerate(pairwise(self.trace), start=1)
             if (event["action"], following["action"]) == ("free_requested", "free_completed")
             and event["addr"] == following["addr"]
         )
@@ -202,7 +202,6 @@ class _Run:
         self._plan = plan
         self._tape = tape
         self._course = course
-        self._last = (0, 0, 0)
         self.allocator = Allocator(
             _UNBOUNDED if plan.capacity is None else plan.capacity,
             plan.settings,
@@ -227,10 +226,10 @@ class _Run:
         try:
             self._begin()
             self._note_peak(START)
-            self._note(START)
+            self._note()
             for index, event in enumerate(self._tape.trace[: None if until is None else until + 1]):
                 self._repeat(index, event)
-                self._note(index)
+                self._note()
         except OutOfMemory as error:
             self._note_peak(index)
             event = {} if index == START else self._tape.trace[index]
@@ -344,11 +343,10 @@ class _Run:
             self._fullest = full
             self._fullest_event = index
 
-    def _note(self, index: int) -> None:
+    def _note(self) -> None:
         if self._course is not None:
-            last, one = self._last, self.allocator
-            self._last = one.allocated, one.reserved, one.inactive_split
-            self._course.after(index, last, self._last)
+            one = self.allocator
+            self._course.note(one.allocated, one.reserved, one.inactive_split)
 
     def _release(self, pool: PoolId) -> None:
         """The recording returns memory: once for each run of these, the cache was emptied."""

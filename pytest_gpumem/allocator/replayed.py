@@ -17,13 +17,13 @@ START = -1
 
 @dataclass
 class Course:
-    """One run of a replay: changes of allocated, reserved and split bytes by every event."""
+    """One run of a replay: allocated, reserved and split bytes at its start, then their changes."""
 
     trace: Sequence[Json]
     start: Sequence[Json]
     """The segments before the first event."""
-    first: tuple[int, int, int] = (0, 0, 0)
-    """The bytes then."""
+    now: tuple[int, int, int] = (0, 0, 0)
+    """The bytes after the latest event."""
     allocated: array[int] = field(default_factory=partial(array, "q"))
     reserved: array[int] = field(default_factory=partial(array, "q"))
     split: array[int] = field(default_factory=partial(array, "q"))
@@ -33,14 +33,12 @@ class Course:
     """The segments after that event."""
     end: Sequence[Json] = ()
 
-    def after(self, index: int, before: tuple[int, int, int], now: tuple[int, int, int]) -> None:
-        """Record the event ``index``, with the bytes before and after it."""
-        if index == START:
-            self.first = now
-            return
-        self.allocated.append(now[0] - before[0])
-        self.reserved.append(now[1] - before[1])
-        self.split.append(now[2] - before[2])
+    def note(self, allocated: int, reserved: int, split: int) -> None:
+        """Record the bytes at the start, or after the next event."""
+        self.allocated.append(allocated - self.now[0])
+        self.reserved.append(reserved - self.now[1])
+        self.split.append(split - self.now[2])
+        self.now = allocated, reserved, split
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ and setSegmentStateToCheckpoint of c10/cuda/CUDACachingAllocator.cpp, torch 2.6 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator import releases
@@ -17,7 +16,6 @@ from pytest_gpumem.allocator.blocks import (
     Block,
     FreeList,
     PoolId,
-    join,
     new_block,
     split_off,
 )
@@ -27,9 +25,11 @@ from pytest_gpumem.allocator.private_pools import Pools
 from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.allocator.settings import AllocatorSettings
 from pytest_gpumem.allocator.state import AllocatorState
-from pytest_gpumem.allocator.trace import Contexts, RawEntry, Recording, Trace, TraceEntry
+from pytest_gpumem.allocator.trace import Contexts, Recording, Trace
 
 Json = dict[str, Any]
+State = Mapping[str, Any]
+"""A segment or a block as a snapshot has it, to be restored."""
 
 
 def frames_of(context: Any, trace: Trace) -> list[Any]:
@@ -115,46 +115,39 @@ def _segment(allocator: AllocatorState, head: Block, *, frames: bool) -> Json:
 
 
 def _block(allocator: AllocatorState, block: Block, *, frames: bool) -> Json:
-    state = "inactive" if block.key else "active_allocated"
-    if not block.key and allocator.is_pending(block):
-        state = "active_pending_free"
+    state = "active_pending_free" if allocator.is_pending(block) else "active_allocated"
     return {
         "address": block.address,
         "size": block.size,
         "requested_size": block.requested,
-        "state": state,
+        "state": "inactive" if block.key else state,
         "frames": frames_of(block.context, allocator.trace) if frames else [],
     }
 
 
 def trace_dicts(trace: Trace, version: Version) -> list[Json]:
     """Return a trace in torch's format; ``time_us`` counts events, so that it is reproducible."""
-    return [
-        _trace_dict(time, entry, trace, trace.recorded(index), version)
-        for time, (index, entry) in enumerate(trace.shown)
-    ]
-
-
-def _trace_dict(
-    time: int, entry: TraceEntry, trace: Trace, recording: Recording | None, version: Version
-) -> Json:
-    result: Json = {
-        "action": entry.action,
-        "device_free" if entry.action == "oom" else "addr": entry.addr,
-        "size": entry.size,
-        "stream": int(entry.stream),
-        "time_us": time,
-    }
-    if version >= releases.COMPILE_CONTEXT:
-        result["compile_context"] = "N/A"
-    if version >= releases.USER_METADATA:
-        result["user_metadata"] = ""
-    if version >= releases.POOL_OF_EVENT:
-        result["pool_id"] = entry.pool_id
-    # torch shows no stack elsewhere (record_trace).
-    if entry.context is not None and not (recording and recording.contexts < Contexts.ALLOC):
-        result["frames"] = frames_of(entry.context, trace)
-    return result
+    found = []
+    for time, (index, entry) in enumerate(trace.shown):
+        result: Json = {
+            "action": entry.action,
+            "device_free" if entry.action == "oom" else "addr": entry.addr,
+            "size": entry.size,
+            "stream": int(entry.stream),
+            "time_us": time,
+        }
+        if version >= releases.COMPILE_CONTEXT:
+            result["compile_context"] = "N/A"
+        if version >= releases.USER_METADATA:
+            result["user_metadata"] = ""
+        if version >= releases.POOL_OF_EVENT:
+            result["pool_id"] = entry.pool_id
+        recording = trace.recorded(index)
+        # torch shows no stack elsewhere (record_trace).
+        if entry.context is not None and not (recording and recording.contexts < Contexts.ALLOC):
+            result["frames"] = frames_of(entry.context, trace)
+        found.append(result)
+    return found
 
 
 def settings_dict(settings: AllocatorSettings, version: Version) -> Json:
@@ -184,56 +177,23 @@ def _or_unlimited(size: int | None) -> int:
     return -1 if size is None else size
 
 
-class BlockState(NamedTuple):
-    """The saved state of one block; sizes are bytes."""
-
-    address: int
-    size: int
-    is_live: bool
-
-
 class PoolState(NamedTuple):
-    """The saved state of a private pool."""
+    """The saved state of a private pool: its segments and their blocks, as a snapshot has them."""
 
     pool: PoolId
-    segments: tuple[tuple[BlockState, ...], ...]
+    segments: Sequence[Json]
 
 
-def state_of(pool: PoolId, blocks: Iterable[Block]) -> PoolState:
-    """Return the state of ``pool``, whose blocks are among ``blocks``."""
-    segments: dict[Block, list[BlockState]] = {}
-    heads = [b for b in blocks if b.previous is None and b.free_list.pool.identity == pool]
-    for head in sorted(heads, key=lambda block: block.address):
-        block: Block | None = head
-        while block is not None:
-            if block.is_mapped:
-                state = BlockState(block.address, block.size, not block.key)
-                segments.setdefault(head, []).append(state)
-            block = block.next
-    return PoolState(pool, tuple(map(tuple, segments.values())))
-
-
-def divide(
-    segment: tuple[BlockState, ...], free: dict[int, Block], note: Callable[[RawEntry], None]
-) -> list[Block]:
-    """Allocate every block of ``segment``, which is whole and free, as it was divided.
-
-    ``free`` has the free blocks of the pool by address. Raises ``AllocatorError`` where the segment
-    does not exist any more.
-    """
-    made = []
-    for at, state in enumerate(segment):
-        block = free.pop(state.address, None)
-        if block is None or block.size < state.size:
-            raise AllocatorError(
-                f"The memory pool has no free segment at {state.address:#x} any more, as it had"
-                " when the checkpoint was taken."
-            )
-        was_split, is_last = block.is_split, at + 1 == len(segment)
-        free_list = block.free_list
+def divide(block: Block, states: Sequence[State], memory: DeviceMemory) -> list[Block]:
+    """Allocate a free block in parts, which ``states`` describe."""
+    made: list[Block] = []
+    for state in states:
+        was_split, free_list = block.is_split, block.free_list
         free_list.remove(block)
+        made.append(block)
+        is_last = len(made) == len(states)
+        rest = block if is_last else split_off(block, state["size"])
         if not is_last:
-            rest = free[block.address + state.size] = split_off(block, state.size)
             free_list.add(rest)
             if not was_split:
                 free_list.note_split(rest.size)
@@ -241,73 +201,53 @@ def divide(
             for tally in free_list.split_tallies:
                 tally.change("split_bytes", -block.size)
                 tally.change("splits", -int(is_last))
-        block.requested = block.size
-        _count_live(block)
-        note(("alloc", block.address, block.size, free_list.stream, None))
-        made.append(block)
+        block.requested = state.get("requested_size", 0)
+        for tally in (free_list.tally, free_list.every):
+            tally.change("blocks", 1)
+            tally.change("bytes", block.size)
+            tally.change("requested", block.requested)
+        if block.size >= memory.oversize:
+            memory.counters.oversize_allocations.change(1)
+        memory.note(("alloc", block.address, block.requested, free_list.stream, None))
+        block = rest
     return made
 
 
-def restore(
-    segments: Iterable[Mapping[str, Any]],
+def restored(
+    segments: Iterable[State],
     pools: Pools,
     memory: DeviceMemory,
     expandable: ExpandableSegments | None,
-    live: dict[int, Block],
-) -> None:
-    """Make segments and their blocks; those in use go to ``live``.
+) -> list[tuple[Block, Sequence[State]]]:
+    """Make segments, and return each as one free block, with the blocks that it is to have.
 
     Mapped ranges of one expandable segment share pool and stream. Its addresses begin at
     ``reserved_from`` of the first range, or at that range. Raises ``AllocatorError`` where no
     settings have turned them on.
     """
-    mapped: dict[FreeList, list[Block]] = {}
-    bases: dict[FreeList, int] = {}
+    made: list[tuple[Block, Sequence[State]]] = []
+    mapped: dict[FreeList, list[tuple[int, Block]]] = {}
     for segment in segments:
+        address, size = segment["address"], segment["total_size"]
         first, second = segment.get("segment_pool_id", SHARED_POOL)
         pool = pools.named((first, second), small=segment["segment_type"] == "small")
-        plain = pool.free_list(segment["stream"])
-        if not segment.get("is_expandable"):
-            memory.add_segment(plain, segment["total_size"])
-            for before, after in pairwise(_blocks(segment, plain, live)):
-                join(before, after)
-            continue
-        free_list = plain.expandable_side()
-        memory.reserve(free_list, segment["total_size"])
-        mapped.setdefault(free_list, []).extend(_blocks(segment, free_list, live))
-        base = segment.get("reserved_from", segment["address"])
-        bases[free_list] = min(base, bases.get(free_list, base))
-    for free_list, blocks in mapped.items():
+        free_list = pool.free_list(segment["stream"])
+        if segment.get("is_expandable"):
+            free_list = free_list.expandable_side()
+        block = new_block(free_list, address, size, 0)
+        free_list.add(block)
+        made.append((block, segment["blocks"]))
+        if free_list.is_expandable:
+            memory.reserve(free_list, size)
+            base: int = segment.get("reserved_from", address)
+            mapped.setdefault(free_list, []).append((base, block))
+        else:
+            memory.add_segment(free_list, size)
+    for free_list, ranges in mapped.items():
         if expandable is None:
             raise AllocatorError(
                 "There are expandable segments, and the settings do not turn them on."
             )
-        blocks.sort(key=lambda block: block.address)
-        expandable.restore(free_list, bases[free_list], blocks)
-
-
-def _blocks(segment: Mapping[str, Any], free_list: FreeList, live: dict[int, Block]) -> list[Block]:
-    """Return the blocks of a segment, without neighbours."""
-    blocks = []
-    address = segment["address"]
-    for each in segment["blocks"]:
-        block = new_block(free_list, address, each["size"], 0)
-        block.requested = each.get("requested_size", 0)
-        blocks.append(block)
-        address += block.size
-        if each["state"] == "inactive":
-            free_list.add(block)
-            if block.size < segment["total_size"]:
-                free_list.note_split(block.size)
-        else:
-            live[block.address] = block
-            _count_live(block)
-    return blocks
-
-
-def _count_live(block: Block) -> None:
-    free_list = block.free_list
-    for tally in (free_list.tally, free_list.every):
-        tally.change("blocks", 1)
-        tally.change("bytes", block.size)
-        tally.change("requested", block.requested)
+        blocks = sorted((block for _, block in ranges), key=lambda block: block.address)
+        expandable.restore(free_list, min(base for base, _ in ranges), blocks)
+    return made

@@ -27,15 +27,6 @@ PENDING = "active_pending_free"
 """Freed by the program, and still in use by a stream."""
 
 
-class _Held(NamedTuple):
-    """A block that was in use when recording began."""
-
-    requested: int
-    size: int | None
-    """``None`` where only the requested size is on record."""
-    state: str
-
-
 def starting_segments(
     segments: Iterable[Json], trace: Sequence[Json], settings: AllocatorSettings
 ) -> list[dict[str, Any]]:
@@ -48,8 +39,8 @@ def starting_segments(
     where every remainder is split off, from the request.
     """
     segments = list(segments)
-    blocks = _blocks_held(segments, trace)
-    held = [*_segments_held(segments, trace).values(), *mapped_at_start(segments, trace, settings)]
+    plain, blocks = _held_at_start(segments, trace)
+    held = [*plain.values(), *mapped_at_start(segments, trace, settings)]
     addresses = sorted(blocks)
     first_uses: dict[str, dict[int, int]] = {"alloc": {}, "free_completed": {}}
     for index, event in enumerate(trace):
@@ -63,63 +54,55 @@ def starting_segments(
         row: list[dict[str, Any]] = []
         position = first
         for address, following in zip(inside, [*inside, end][1:], strict=True):
-            block = blocks[address]
-            size = block.size
+            size = blocks[address]["size"]
             if size is None:
-                size = round_size(block.requested, settings.roundup_power2_divisions)
+                requested = blocks[address]["requested_size"]
+                size = round_size(requested, settings.roundup_power2_divisions)
                 if settings.max_split_size is not None and size >= settings.max_split_size:
                     size = following - address  # Blocks of this size are never split.
                 elif segment["segment_type"] == "large" and not settings.expandable_segments:
                     size = _size_until(first_uses, made, address + size, following, address)
             row += _gap(position, address)
-            row.append(_block(address, size, block.requested, block.state))
+            row.append({**blocks[address], "address": address, "size": size})
             position = address + size
         start.append({**segment, "blocks": row + _gap(position, end)})
     return start
 
 
-def _segments_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, dict[str, Any]]:
-    """Return the segments held when recording began, by address."""
+def _held_at_start(
+    segments: Sequence[Json], trace: Sequence[Json]
+) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    """Return the plain segments held, and the blocks in use, when recording began, by address.
+
+    The size of a block is ``None`` where only the requested size is on record.
+    """
     held = {
         segment["address"]: _segment(segment["address"], segment["total_size"], _owner_of(segment))
         for segment in segments
         if not segment.get("is_expandable")
     }
-    for event in reversed(trace):
-        address, size = event.get("addr", 0), event["size"]
-        if event["action"] == "segment_alloc":
-            held.pop(address, None)
-        elif event["action"] == "segment_free":
-            kind = "small" if size == SMALL_SEGMENT else "large"
-            held[address] = _segment(address, size, _owner(event, kind))
-    return held
-
-
-def _blocks_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, _Held]:
-    """Return the blocks in use when recording began, by address."""
-    held: dict[int, _Held] = {}
-    born: set[int] = set()
-    asked: set[int] = set()
-    for event in trace:
-        action, address = event["action"], event.get("addr", 0)
-        if action == "alloc":
-            born.add(address)
-        elif action == "free_requested":
-            asked.add(address)
-        elif action == "free_completed":
-            if address in born:
-                born.remove(address)
-            else:
-                held[address] = _Held(event["size"], None, _LIVE if address in asked else PENDING)
-            asked.discard(address)
+    blocks: dict[int, dict[str, Any]] = {}
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:
-            if block["state"] != "inactive" and address not in born:
-                state = _LIVE if address in asked else block["state"]
-                held[address] = _Held(block.get("requested_size", 0), block["size"], state)
+            if block["state"] != "inactive":
+                known = {name: block[name] for name in ("size", "state")}
+                blocks[address] = {"requested_size": block.get("requested_size", 0), **known}
             address += block["size"]
-    return held
+    for event in reversed(trace):
+        action, address, size = event["action"], event.get("addr", 0), event["size"]
+        if action == "segment_alloc":
+            held.pop(address, None)
+        elif action == "segment_free":
+            kind = "small" if size == SMALL_SEGMENT else "large"
+            held[address] = _segment(address, size, _owner(event, kind))
+        elif action == "alloc":
+            blocks.pop(address, None)
+        elif action == "free_completed":
+            blocks[address] = {"requested_size": size, "size": None, "state": PENDING}
+        elif action == "free_requested" and address in blocks:
+            blocks[address]["state"] = _LIVE
+    return held, blocks
 
 
 class _Owner(NamedTuple):
@@ -166,11 +149,9 @@ def _size_until(
 
 
 def _gap(start: int, end: int) -> list[dict[str, Any]]:
-    return [_block(start, end - start, 0, "inactive")] if end > start else []
-
-
-def _block(address: int, size: int, requested: int, state: str) -> dict[str, Any]:
-    return {"address": address, "size": size, "requested_size": requested, "state": state}
+    """Return the free block between two addresses, if there is one."""
+    free = {"address": start, "size": end - start, "requested_size": 0, "state": "inactive"}
+    return [free] if end > start else []
 
 
 _OF_BLOCKS = frozenset({"alloc", "free_requested", "free_completed"})

@@ -152,7 +152,7 @@ class AllocatorState:
         for tally in (self._every, self._small.tally, self._large.tally):
             tally.reset_peaks()
         for stat in self._rare_stats():
-            stat.reset_peak()
+            stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
         """Set counters that only grow to 0 (``reset_accumulated_memory_stats``)."""
@@ -242,7 +242,8 @@ class AllocatorState:
 
     def is_pending(self, block: Block) -> bool:
         """Return whether the block was freed and another stream may still use it."""
-        return self._uses.is_pending(block)
+        live = self._live.get(block.address), self._uses.live.get(block.address)
+        return not block.key and block not in live
 
     def _configure(self) -> None:
         settings = self.settings

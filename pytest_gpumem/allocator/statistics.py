@@ -155,10 +155,6 @@ class Stat:
         else:
             self.freed -= amount
 
-    def reset_peak(self) -> None:
-        """Set the peak to the current value."""
-        self.peak = self.current
-
     def reset_totals(self) -> None:
         """Start ``allocated`` and ``freed`` again at 0."""
         self.allocated = self.freed = 0

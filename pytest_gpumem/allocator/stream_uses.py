@@ -34,10 +34,13 @@ class _Use(NamedTuple):
     """Streams noted during a capture: their uses end with it."""
 
 
-class _Event(NamedTuple):
-    time: int
-    allocations: int
+class _Freed(NamedTuple):
+    """A freed block, and an event on each stream that uses it."""
+
     block: Block
+    events: Marks
+    allocations: int
+    """The number of allocations before it was freed."""
 
 
 class StreamUses:
@@ -58,9 +61,9 @@ class StreamUses:
         self._memory = memory
         self.in_capture = in_capture
         self._used: dict[Block, _Use] = {}
-        self._events: dict[StreamKey, deque[_Event]] = {}
-        self._outstanding: dict[Block, int] = {}
-        """Freed blocks and how many of their events are not complete."""
+        self._freed: dict[tuple[StreamKey, ...], deque[_Freed]] = {}
+        """Blocks whose events are not complete, by the streams that use them: the oldest first,
+        whose events are complete before those of the others."""
         self._deferred: dict[Block, Marks] = {}
         """Blocks freed during a capture, with the marks to pass before the capture may use them."""
         self._allocations = 0
@@ -68,22 +71,14 @@ class StreamUses:
     @property
     def waiting(self) -> bool:
         """Whether a freed block waits for a stream, or for a capture to end."""
-        return bool(self._events or self._deferred)
+        return bool(self._freed or self._deferred)
 
     def blocks(self) -> Iterator[Block]:
         """Return every block in this collection."""
         yield from self.live.values()
-        yield from self._outstanding
+        yield from (one.block for freed in self._freed.values() for one in freed)
         yield from self._deferred
         yield from self.held.values()
-
-    def is_pending(self, block: Block) -> bool:
-        """Return whether the block was freed and is still active."""
-        return (
-            block in self._outstanding
-            or block in self._deferred
-            or self.held.get(block.address) is block
-        )
 
     def add(self, block: Block, stream: StreamKey) -> None:
         """``stream`` uses a live block."""
@@ -120,10 +115,11 @@ class StreamUses:
         self._allocations += 1
         if not self.in_capture():
             self._undefer()
-            for key, events in list(self._events.items()):
-                while events and self._is_over(key, events[0]):
-                    self._one_less(events.popleft().block)
-                self._keep(key, events)
+            for streams, freed in list(self._freed.items()):
+                while freed and self._is_over(freed[0]):
+                    complete_free(freed.popleft().block, self._memory)
+                if not freed:
+                    del self._freed[streams]
         elif reuse:
             for block, marks in list(self._deferred.items()):
                 own = int(block.free_list.stream)
@@ -134,14 +130,13 @@ class StreamUses:
     def synchronize(self, pool: PoolId | None) -> None:
         """Wait for all events and complete their blocks; with ``pool``, those of a private one."""
         self._undefer()
-        for stream, events in list(self._events.items()):
-            kept = deque[_Event]()
-            for event in events:
-                if pool is None or event.block.free_list.pool.identity == pool:
-                    self._one_less(event.block)
+        waited, self._freed = self._freed, {}
+        for streams, freed in waited.items():
+            for one in freed:
+                if pool is None or one.block.free_list.pool.identity == pool:
+                    complete_free(one.block, self._memory)
                 else:
-                    kept.append(event)
-            self._keep(stream, kept)
+                    self._freed.setdefault(streams, deque()).append(one)
 
     def end_capture(self, pool: PoolId) -> None:
         """End the uses of a finished capture into ``pool``."""
@@ -153,38 +148,22 @@ class StreamUses:
     def _insert_events(self, block: Block) -> None:
         """Record an event on each stream in use, but for those that only a capture used."""
         use = self._used.pop(block)
-        streams = sorted(use.streams - use.in_capture)
+        streams = tuple(sorted(use.streams - use.in_capture))
         if not streams:
             complete_free(block, self._memory)
             return
-        self._outstanding[block] = len(streams)
-        for stream in streams:
-            time = self.timeline.mark(stream)[stream]
-            events = self._events.setdefault(stream, deque())
-            events.append(_Event(time, self._allocations, block))
+        events = {stream: self.timeline.mark(stream)[stream] for stream in streams}
+        freed = _Freed(block, events, self._allocations)
+        self._freed.setdefault(streams, deque()).append(freed)
 
     def _undefer(self) -> None:
         deferred, self._deferred = self._deferred, {}
         for block in deferred:
             self._insert_events(block)
 
-    def _is_over(self, stream: StreamKey, event: _Event) -> bool:
-        return (
-            self.timeline.is_finished(stream, event.time)
-            or self._allocations - event.allocations > MOST_AHEAD
-        )
-
-    def _keep(self, stream: StreamKey, events: deque[_Event]) -> None:
-        if events:
-            self._events[stream] = events
-        else:
-            del self._events[stream]
-
-    def _one_less(self, block: Block) -> None:
-        self._outstanding[block] -= 1
-        if self._outstanding[block] == 0:
-            del self._outstanding[block]
-            complete_free(block, self._memory)
+    def _is_over(self, freed: _Freed) -> bool:
+        done = (self.timeline.is_finished(*event) for event in freed.events.items())
+        return self._allocations - freed.allocations > MOST_AHEAD or all(done)
 
 
 def request_free(block: Block, memory: DeviceMemory, context: Any = None) -> None:

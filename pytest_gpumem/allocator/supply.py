@@ -46,7 +46,6 @@ class Supply:
         self._pools = pools
         self._memory = memory
         self._uses = uses
-        self._max_split = UNLIMITED
         self._collects = False
         self._rejected = False
         """Whether ``throw_on_cudamalloc_oom`` refused the present request."""
@@ -54,16 +53,13 @@ class Supply:
     @property
     def only_best_fit(self) -> bool:
         """Whether a search is nothing but the smallest block that fits."""
-        return self._max_split == UNLIMITED and self.expandable is None and not self._collects
+        return self._memory.oversize == UNLIMITED and self.expandable is None and not self._collects
 
     def configure(self, settings: AllocatorSettings) -> None:
         """Apply the settings."""
         self._settings = settings
-        self._max_split = settings.max_split_size or UNLIMITED
-        self._memory.oversize = self._max_split
-        if settings.garbage_collection_threshold > 0.0 and not self._collects:
-            self._collects = True
-            self._pools.large.replace_blocks(AgedBlocks)
+        self._memory.oversize = settings.max_split_size or UNLIMITED
+        self._collects |= settings.garbage_collection_threshold > 0.0
         if settings.expandable_segments:
             if self.expandable is None:
                 self.expandable = ExpandableSegments(self._memory)
@@ -79,8 +75,7 @@ class Supply:
             if found is not None:
                 return found
         if self._collects and self._memory.limit is not None:
-            with self._memory.releasing(context):
-                self._collect_garbage(self._memory.limit)
+            self._collect_garbage(self._memory.limit, context)
         size = segment_size(rounded, self._settings.large_segment_size)
         self._rejected = False
         block = self._obtain(free_list, rounded, size, context)
@@ -92,22 +87,22 @@ class Supply:
             raise OutOfMemory(rejection_message(requested), self.memory_fields(rounded, size))
         raise self._out_of_memory(free_list.stream, rounded, size, context)
 
-    def empty_cache(self, pool: PoolId = SHARED_POOL) -> None:
+    def empty_cache(self, pool: PoolId, context: Any) -> None:
         """Return every segment without a live block to the device, as ``Allocator.empty_cache``."""
         pools = self._pools
         if pool == SHARED_POOL and not self._uses.in_capture():
             self._synchronize_events()
-            self._release_pool(pools.large)
-            self._release_pool(pools.small)
-        for private in list(pools.freeable.values()):
+            self._release_pool(pools.large, context)
+            self._release_pool(pools.small, context)
+        for private in [one for one in pools.by_id.values() if one.uses <= 0]:
             if pool == private.identity:
                 self._synchronize_events(pool)
             elif pool != SHARED_POOL:
                 continue
-            self._release_pool(private.small)
-            self._release_pool(private.large)
+            self._release_pool(private.small, context)
+            self._release_pool(private.large, context)
             if private.reserved["all"].current == 0:
-                del pools.by_id[private.identity], pools.freeable[private.identity]
+                del pools.by_id[private.identity]
 
     def memory_fields(self, rounded: int, segment: int) -> OutOfMemoryFields:
         """Return the numbers of an error, for a request and the segment that it needs."""
@@ -148,14 +143,10 @@ class Supply:
         """
         memory = self._memory
         block = self._find_lent(free_list, rounded) if self.version >= LENDS_FIRST else None
-        if block is None:
-            with memory.releasing(context):
-                released = self._release_enough(free_list, rounded)
-            if released:
-                block = self._obtain(free_list, rounded, size, context)
+        if block is None and self._release_enough(free_list, rounded, context):
+            block = self._obtain(free_list, rounded, size, context)
         if block is None and not self._uses.in_capture():
-            with memory.releasing(context):
-                self.empty_cache()
+            self.empty_cache(SHARED_POOL, context)
             memory.counters.num_alloc_retries += 1
             block = self._obtain(free_list, rounded, size, context)
         if block is None and PEER_POOLS <= self.version < LENDS_FIRST:
@@ -208,7 +199,7 @@ class Supply:
 
     def _take_fitting(self, free_list: FreeList, block: Block | None, rounded: int) -> Block | None:
         """Return the block, out of its list, unless it is too large for the request."""
-        limit = self._max_split
+        limit = self._memory.oversize
         if block is None or rounded < limit <= block.size:
             return None
         if limit <= rounded and block.size >= rounded + self._settings.max_non_split_rounding:
@@ -216,7 +207,7 @@ class Supply:
         free_list.remove(block)
         return block
 
-    def _collect_garbage(self, limit: int) -> None:
+    def _collect_garbage(self, limit: int, context: Any) -> None:
         """Release whole segments of at least mean age, down to the threshold.
 
         ``garbage_collect_cached_blocks``: each round frees all of that age, not just enough.
@@ -240,41 +231,41 @@ class Supply:
             for block in old:
                 excess -= block.size
                 del ages[block]
-                self._memory.release_segment(block)
+                self._memory.release_segment(block, context)
 
-    def _release_enough(self, free_list: FreeList, rounded: int) -> bool:
+    def _release_enough(self, free_list: FreeList, rounded: int, context: Any) -> bool:
         """Release the oversize blocks that make room for a request; return whether there are any.
 
         Oversize are those from ``max_split_size_mb`` on. ``release_available_cached_blocks`` takes
         one that is large enough, else from the largest down.
         """
-        if self._max_split == UNLIMITED:
+        if self._memory.oversize == UNLIMITED:
             return False
-        target = max(rounded, self._max_split)
+        target = max(rounded, self._memory.oversize)
         keys = free_list.keys
         index = bisect_left(keys, target << SIZE_SHIFT)
         if index < len(keys):
             block = free_list.blocks[keys[index]]
             if not block.free_list.is_expandable:
-                self._memory.release_segment(block)
+                self._memory.release_segment(block, context)
                 return True
         released = 0
         for key in reversed(keys[:index]):
             block = free_list.blocks[key]
-            if released >= target or block.size < self._max_split:
+            if released >= target or block.size < self._memory.oversize:
                 break
             if not block.free_list.is_expandable:
                 released += block.size
-                self._memory.release_segment(block)
+                self._memory.release_segment(block, context)
         return released >= target
 
-    def _release_pool(self, pool: Pool) -> None:
+    def _release_pool(self, pool: Pool, context: Any) -> None:
         """Release the segments of a pool that the device can take back (``release_blocks``)."""
         for block in pool.free_blocks():
             if not block.is_split and not block.free_list.is_expandable:
-                self._memory.release_segment(block)
+                self._memory.release_segment(block, context)
         if self.expandable is not None:
-            self.expandable.release(pool)
+            self.expandable.release(pool, context)
 
     def _synchronize_events(self, pool: PoolId | None = None) -> None:
         """Wait for the streams that use freed blocks (``synchronize_and_free_events``)."""
@@ -290,19 +281,3 @@ def _smallest_plain(free_list: FreeList, rounded: int) -> Block | None:
         if not block.free_list.is_expandable:
             return block
     return None
-
-
-class AgedBlocks(dict[int, Block]):
-    """Free blocks by key; the clock of the pool at its insertion is noted in each.
-
-    It replaces the plain dict of a free list, so that the hot path has no code for ages. The age of
-    a block is the number of searches of the pool since (``gc_count``).
-    """
-
-    def __init__(self, pool: Pool) -> None:
-        super().__init__()
-        self._pool = pool
-
-    def __setitem__(self, key: int, block: Block) -> None:
-        block.born = self._pool.clock
-        super().__setitem__(key, block)

@@ -294,15 +294,14 @@ def largest_gain(growth: Growth) -> Change | None:
         site = change.site
         key = site.category, site.site, site.operator, change.change
         groups[key if site.site else index].append(change)
-    gains = [_as_one(group) for group in groups.values()]
-    named = [change for change in gains if change.site.site or change.site.operator] or gains
-    return max(named, key=lambda change: change.bytes, default=None)
-
-
-def _as_one(changes: Sequence[Change]) -> Change:
-    """Return ``changes`` of one line, with a shape and a dtype where all have the same."""
+    gains = list(groups.values())
+    named = [group for group in gains if group[0].site.site or group[0].site.operator] or gains
+    changes = max(named, key=lambda group: sum(one.bytes for one in group), default=[])
+    if not changes:
+        return None
     first = changes[0]
     sites = [change.site for change in changes]
+    # A shape and a dtype where all have the same.
     differing: dict[str, Any] = {
         name: None
         for name in ("shape", "dtype", "module")

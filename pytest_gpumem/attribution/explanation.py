@@ -26,10 +26,6 @@ _HELD_BY = "held by "
 _NAMESPACE = re.compile(r"^(?:torch\.|aten::|functional\.)(?=\w)")
 """The namespaces that all operators have."""
 
-_BLOCKS, _PREFIXES = "blocks", "prefixes"
-_GIVEN_UP = (_BLOCKS, _PREFIXES)
-"""Parts that a narrow terminal omits, in this order."""
-
 FOLDED = "one line of several"
 """Key of a line that stands for several: their number."""
 
@@ -66,9 +62,10 @@ def explanation_lines(
 def _laid_out(lines: Sequence[Line], signed: bool, width: int | None) -> list[str]:
     """Return ``lines`` in columns; one that is too long takes two."""
     texts: list[str] = []
-    for without in range(len(_GIVEN_UP) + 1):
-        rows = [_columns(line, signed, _GIVEN_UP[:without]) for line in lines]
-        texts = _aligned(rows, width if without == len(_GIVEN_UP) else None)
+    # A narrow terminal omits the numbers of blocks, then the operators' namespaces.
+    for blocks, prefixes in ((True, True), (False, True), (False, False)):
+        rows = [_columns(line, signed, blocks=blocks, prefixes=prefixes) for line in lines]
+        texts = _aligned(rows, None if prefixes else width)
         if width is None or max(map(len, texts), default=0) <= width:
             break
     return texts
@@ -111,8 +108,8 @@ def _sum(group: Sequence[Line]) -> Line:
     return {**first, "bytes": total, "count": count, **common, **merged}
 
 
-def _columns(line: Line, signed: bool, without: Sequence[str]) -> tuple[str, ...]:
-    """Return sign, size, category, place, operator and blocks of a line ``without`` some of it."""
+def _columns(line: Line, signed: bool, *, blocks: bool, prefixes: bool) -> tuple[str, ...]:
+    """Return sign, size, category, place, operator and ``blocks`` of a line."""
     change = line["bytes"]
     category = line.get("category") or "other"
     operator = line.get("operator") or line.get("module")
@@ -121,20 +118,20 @@ def _columns(line: Line, signed: bool, without: Sequence[str]) -> tuple[str, ...
     # A library's workspace has no source line: its name replaces the line.
     places = [place for place in (line.get("site"), operator) if place]
     site, operator = [*places, "", ""][:2]
-    blocks = ["" if _BLOCKS in without else _blocks(line, signed), line.get("dtype") or ""]
-    if _PREFIXES in without:
+    parts = [_blocks(line, signed) if blocks else "", line.get("dtype") or ""]
+    if not prefixes:
         operator = _JOINED.join(_NAMESPACE.sub("", name) for name in operator.split(_JOINED))
     if signed and line.get("change") in ("new", "gone"):
-        blocks.append(f"({line['change']})")
+        parts.append(f"({line['change']})")
     if line.get("held_by"):
-        blocks.append(f"{_HELD_BY}{line['held_by']}")
+        parts.append(f"{_HELD_BY}{line['held_by']}")
     return (
         _sign(change) if signed else "",
         format_size(abs(change)),
         category,
         site,
         operator,
-        " ".join(part for part in blocks if part),
+        " ".join(filter(None, parts)),
     )
 
 

@@ -147,10 +147,6 @@ def judge_prediction(
     return tuple(_Judged(measurement, gpu).against_prediction(predicted, tolerance))
 
 
-_Compared = tuple[int, Tolerance]
-"""The baseline or prediction that a number is compared with, and the tolerance."""
-
-
 class _Judged:
     """A measurement, and the verdicts on it."""
 
@@ -160,7 +156,14 @@ class _Judged:
             **{name: getattr(measurement, name) for name in ("device", "simulated", "dry")},
             "gpu": gpu,
         }
-        self._peaks = {name: p.peak_allocated for name, p in measurement.phases.items()}
+        self._peaks: dict[str | None, int] = {None: measurement.peak_allocated}
+        """The peaks by phase, that of the whole test under ``None``."""
+        self._peaks |= {name: p.peak_allocated for name, p in measurement.phases.items()}
+
+    @property
+    def _ran(self) -> str:
+        """The phases that ran, as a sentence lists them."""
+        return ", ".join(phase for phase in self._peaks if phase is not None)
 
     def _sites(self, phase: str | None) -> list[Site]:
         """Return the live blocks at the peak of ``phase``, or of the whole test."""
@@ -169,22 +172,20 @@ class _Judged:
 
     def unfit(self, kind: str, note: str = "", cause: str = "") -> Verdict:
         """Return the verdict of a test whose peak cannot be compared."""
-        notes = (note,) if note else ()
         peak = self._measurement.peak_allocated
-        return self._verdict(kind, actual=peak, notes=notes, cause=cause)
+        return self._verdict(kind, actual=peak, notes=(note,) if note else (), cause=cause)
 
     def limits(
         self, expectation: Expectation, default_phases: Mapping[str, int]
     ) -> Iterator[Verdict]:
-        measured = self._measurement
         if expectation.max is not None:
-            yield self._limit(None, expectation.max, measured.peak_allocated)
+            yield self._limit(None, expectation.max)
         if (limit := expectation.max_reserved) is not None:
-            reserved, metric = measured.peak_reserved, "peak_reserved"
+            reserved, metric = self._measurement.peak_reserved, "peak_reserved"
             yield self._verdict("limit", None, limit, reserved, reserved <= limit, metric=metric)
         for phase, limit in expectation.phases.items():
             if phase in self._peaks:
-                yield self._limit(phase, limit, self._peaks[phase])
+                yield self._limit(phase, limit)
             elif expectation.phases != default_phases:
                 yield self._did_not_run("limit", phase, limit)
 
@@ -206,60 +207,43 @@ class _Judged:
             if stored and sites and not passed:
                 before = Side(stored.sites, baseline.facts)
                 cause = cause_of(Growth(Side(sites, self._measurement.facts), before, changes))
-            yield self._verdict(
-                "baseline",
-                phase,
-                limit,
-                actual,
-                passed,
-                compared=(reference, tolerance),
-                notes=(NOTHING_STORED,) if sites and stored is None and not passed else (),
-                explanation=changes,
-                cause=cause,
-            )
+            notes = (NOTHING_STORED,) if sites and stored is None and not passed else ()
+            why: dict[str, Any] = {"notes": notes, "explanation": changes, "cause": cause}
+            compared = _compared(reference, tolerance)
+            yield self._verdict("baseline", phase, limit, actual, passed, **compared, **why)
         for phase, reference in baseline.phases.items():
             if phase not in self._peaks:
-                limit = reference + tolerance.allowance(reference)
-                yield self._did_not_run("baseline", phase, limit, (reference, tolerance))
+                limit, compared = (
+                    reference + tolerance.allowance(reference),
+                    _compared(reference, tolerance),
+                )
+                yield self._did_not_run("baseline", phase, limit, **compared)
 
     def against_prediction(
         self, predicted: PredictedTest, tolerance: Tolerance
     ) -> Iterator[Verdict]:
-        measured, reference = self._measurement, predicted.measurement
-        if reference is None:
+        if predicted.measurement is None:
             yield self.unfit("prediction", predicted.problem)
             return
-        other = _Judged(reference, predicted.gpu)
-        peaks = measured.peak_allocated, reference.peak_allocated
-        yield self._predicted(other, None, *peaks, tolerance)
+        other = _Judged(predicted.measurement, predicted.gpu)
         for phase, actual in self._peaks.items():
-            if phase in other._peaks:
-                yield self._predicted(other, phase, actual, other._peaks[phase], tolerance)
-            else:
-                notes = (f"simulated phases: {', '.join(other._peaks)}",)
+            if phase not in other._peaks:
+                notes: tuple[str, ...] = (f"simulated phases: {other._ran}",)
                 yield self._verdict("prediction", phase, actual=actual, notes=notes)
+                continue
+            reference = other._peaks[phase]
+            allowance = tolerance.allowance(reference)
+            passed = abs(actual - reference) <= allowance
+            sites, theirs = self._sites(phase), other._sites(phase)
+            changes = explain(*_alike(sites, theirs)) if sites and theirs else ()
+            notes = (PREDICTED_TOO_MUCH,) if not passed and actual < reference else ()
+            why = {"notes": notes, "explanation": changes, **_compared(reference, tolerance)}
+            yield self._verdict("prediction", phase, reference + allowance, actual, passed, **why)
         for phase, peak in other._peaks.items():
             if phase not in self._peaks:
-                notes = (f"phases that ran: {', '.join(self._peaks) or 'none'}",)
-                compared = (peak, tolerance)
-                yield self._verdict("prediction", phase, compared=compared, notes=notes)
-
-    def _predicted(
-        self, other: _Judged, phase: str | None, actual: int, reference: int, tolerance: Tolerance
-    ) -> Verdict:
-        allowance = tolerance.allowance(reference)
-        passed = abs(actual - reference) <= allowance
-        sites, predicted = self._sites(phase), other._sites(phase)
-        return self._verdict(
-            "prediction",
-            phase,
-            reference + allowance,
-            actual,
-            passed,
-            compared=(reference, tolerance),
-            notes=(PREDICTED_TOO_MUCH,) if not passed and actual < reference else (),
-            explanation=explain(*_alike(sites, predicted)) if sites and predicted else (),
-        )
+                notes = (f"phases that ran: {self._ran or 'none'}",)
+                compared = _compared(peak, tolerance)
+                yield self._verdict("prediction", phase, notes=notes, **compared)
 
     def improvements(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Improvement]:
         for phase, actual, reference in self._pairs(baseline):
@@ -269,12 +253,13 @@ class _Judged:
 
     def _pairs(self, baseline: BaselineEntry) -> Iterator[tuple[str | None, int, int]]:
         """Yield phase, measured and stored peak of the test and of each phase in both."""
-        yield None, self._measurement.peak_allocated, baseline.peak_allocated
         for phase, actual in self._peaks.items():
-            if phase in baseline.phases:
-                yield phase, actual, baseline.phases[phase]
+            reference = baseline.peak_allocated if phase is None else baseline.phases.get(phase)
+            if reference is not None:
+                yield phase, actual, reference
 
-    def _limit(self, phase: str | None, limit: int, actual: int) -> Verdict:
+    def _limit(self, phase: str | None, limit: int) -> Verdict:
+        actual = self._peaks[phase]
         if actual <= limit:
             return self._verdict("limit", phase, limit, actual, True)
         sites = self._sites(phase)
@@ -282,15 +267,14 @@ class _Judged:
         held = holdings(sites)
         return self._verdict("limit", phase, limit, actual, explanation=held, cause=cause)
 
-    def _did_not_run(
-        self, kind: str, phase: str, limit: int, compared: _Compared | None = None
-    ) -> Verdict:
+    def _did_not_run(self, kind: str, phase: str, limit: int, **compared: Any) -> Verdict:
         # With a negative limit, the 0 that stands for "not run" would be too much.
         limit = max(limit, 0)
-        note = f"phases that ran: {', '.join(self._peaks) or 'none'}"
-        for close in get_close_matches(phase.lower(), self._peaks, n=1, cutoff=0.7):
+        note = f"phases that ran: {self._ran or 'none'}"
+        names = [name for name in self._peaks if name is not None]
+        for close in get_close_matches(phase.lower(), names, n=1, cutoff=0.7):
             note = f"did you mean {close}? {note}"
-        return self._verdict(kind, phase, limit, compared=compared, notes=(note,))
+        return self._verdict(kind, phase, limit, notes=(note,), **compared)
 
     def _verdict(
         self,
@@ -300,27 +284,24 @@ class _Judged:
         actual: int = 0,
         passed: bool = False,
         *,
-        metric: str = "peak_allocated",
-        compared: _Compared | None = None,
-        notes: tuple[str, ...] = (),
         explanation: Iterable[Change] = (),
-        cause: str = "",
+        **facts: Any,
     ) -> Verdict:
         return Verdict(
+            **{"metric": "peak_allocated", "reference": None, **self._device, **facts},
             kind=kind,
-            metric=metric,
             phase=phase,
             limit=None if limit is None else int(limit),
             actual=actual,
-            reference=compared and compared[0],
             passed=passed,
-            tolerance=str(compared[1]) if compared else "",
-            notes=notes,
-            written="" if compared else getattr(limit, "written", ""),
+            written=getattr(limit, "written", ""),
             explanation=tuple(change.to_dict() for change in explanation),
-            cause=cause,
-            **self._device,
         )
+
+
+def _compared(reference: int, tolerance: Tolerance) -> dict[str, Any]:
+    """Return a verdict's fields on the baseline or prediction that a number is compared with."""
+    return {"reference": reference, "tolerance": str(tolerance)}
 
 
 def _alike(measured: list[Site], predicted: list[Site]) -> tuple[list[Site], list[Site]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import Counter, UserDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,12 +19,13 @@ from pytest_gpumem.quoting import printable, quoted_for_shell
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
+from pytest_gpumem.values.serialization import OMITTED, Plain
 
 _NUMBERS = ("peak_allocated", "peak_reserved", "allocated_after", "cublas_workspace")
 
 
 @dataclass(frozen=True)
-class StoredPeak:
+class StoredPeak(Plain):
     """The live blocks at a peak: bytes by category, and the largest sites."""
 
     composition: Mapping[str, int]
@@ -32,19 +33,11 @@ class StoredPeak:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form; unknown fields of a site are left out."""
-        return {
-            "composition": dict(self.composition),
-            "sites": [
-                {key: value for key, value in site.to_dict().items() if value is not None}
-                for site in self.sites
-            ],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> StoredPeak | None:
-        """Rebuild what :meth:`to_dict` wrote, ``None`` where nothing was recorded."""
-        sites = tuple(Site.from_dict(site) for site in data.get("sites", ()))
-        return cls(data.get("composition", {}), sites) if "sites" in data else None
+        data = super().to_dict()
+        for site in data["sites"]:
+            for name in [name for name, value in site.items() if value is None]:
+                del site[name]
+        return data
 
     @classmethod
     def of(cls, measured: Measurement | PhaseRecord) -> StoredPeak | None:
@@ -61,7 +54,7 @@ class StoredPeak:
 
 
 @dataclass(frozen=True)
-class BaselineEntry:
+class BaselineEntry(Plain):
     """The stored numbers of one test; all in bytes, charged to the test."""
 
     peak_allocated: int
@@ -74,11 +67,11 @@ class BaselineEntry:
     """The live blocks at the test's peak; ``None`` where not recorded."""
     phase_peaks: Mapping[str, StoredPeak] = field(default_factory=dict)
     """The live blocks by phase, where these are not those of the whole test."""
-    tolerance: str | None = None
+    tolerance: str | None = field(default=None, metadata=OMITTED)
     """The test's own tolerance, in the marker's form; ``None`` where it states none."""
-    ran_eagerly: bool = False
+    ran_eagerly: bool = field(default=False, metadata=OMITTED)
     """Whether code that was to be compiled ran eagerly on the simulated GPU."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict, metadata=OMITTED)
     """Facts of the test on which memory depends."""
 
     @classmethod
@@ -117,35 +110,30 @@ class BaselineEntry:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form of schema.json; composition and sites only where they were recorded."""
-        return {
-            **{name: getattr(self, name) for name in _NUMBERS},
-            **({} if self.tolerance is None else {"tolerance": self.tolerance}),
-            **({"ran_eagerly": True} if self.ran_eagerly else {}),
-            **({"facts": dict(self.facts)} if self.facts else {}),
-            "phases": {
-                name: {"peak_allocated": peak, **_peak_dict(self.phase_peaks.get(name))}
-                for name, peak in self.phases.items()
-            },
-            **_peak_dict(self.peak),
+        data = super().to_dict()
+        held, phases = data.pop("peak") or {}, data.pop("phase_peaks")
+        data["phases"] = {
+            name: {"peak_allocated": peak, **phases.get(name, {})}
+            for name, peak in self.phases.items()
         }
+        return data | held
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BaselineEntry:
         """Rebuild what :meth:`to_dict` wrote."""
-        peaks = {name: StoredPeak.from_dict(phase) for name, phase in data["phases"].items()}
-        return cls(
-            **{name: data[name] for name in _NUMBERS},
-            phases={name: phase["peak_allocated"] for name, phase in data["phases"].items()},
-            peak=StoredPeak.from_dict(data),
-            phase_peaks={name: peak for name, peak in peaks.items() if peak is not None},
-            tolerance=data.get("tolerance"),
-            ran_eagerly=data.get("ran_eagerly", False),
-            facts=data.get("facts", {}),
+        phases, own = data["phases"], {*data} - {"composition", "sites"}
+        peaks = {name: held for name, phase in phases.items() if (held := _held(phase))}
+        return super().from_dict(
+            {name: data[name] for name in own}
+            | {"phases": {name: phase["peak_allocated"] for name, phase in phases.items()}}
+            | {"peak": _held(data), "phase_peaks": peaks}
         )
 
 
-def _peak_dict(peak: StoredPeak | None) -> dict[str, Any]:
-    return {} if peak is None else peak.to_dict()
+def _held(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the JSON form of a stored peak, ``None`` where nothing was recorded."""
+    known = {"composition": data.get("composition", {})}
+    return {**known, "sites": data["sites"]} if "sites" in data else None
 
 
 SCHEMA_VERSION = 1
@@ -166,35 +154,19 @@ class BaselineFile:
     tests: Entries
 
 
-class Entries(MutableMapping[str, BaselineEntry]):
+class Entries(UserDict[str, Any]):
     """The tests of a file by id; each entry is built on access, of the thousands there are."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
-        self._data = dict(data)
+        self.data = dict(data)
         """The JSON form, as it was read, of unchanged entries."""
 
     def __getitem__(self, test_id: str) -> BaselineEntry:
-        return BaselineEntry.from_dict(self._data[test_id])
+        return BaselineEntry.from_dict(self.data[test_id])
 
     def __setitem__(self, test_id: str, entry: BaselineEntry) -> None:
         if self.get(test_id) != entry:  # an equal entry in another form is kept
-            self._data[test_id] = entry.to_dict()
-
-    def __delitem__(self, test_id: str) -> None:
-        del self._data[test_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._data)
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __contains__(self, test_id: object) -> bool:
-        return test_id in self._data
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form of all of them."""
-        return self._data
+            self.data[test_id] = entry.to_dict()
 
 
 def read_file(path: Path, key: str) -> BaselineFile | None:
@@ -255,7 +227,7 @@ def serialize(path: Path, environment: Environment, tests: Entries) -> bytes:
     data = {
         "schema_version": SCHEMA_VERSION,
         "environment": environment.to_dict(),
-        "tests": tests.to_dict(),
+        "tests": tests.data,
     }
     if problem := schema_problem(__package__, data):
         raise BaselineError(f"baseline {path} was not written: {problem}")

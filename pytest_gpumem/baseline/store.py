@@ -155,7 +155,7 @@ class BaselineStore:
 
 def _edited(path: Path, content: bytes | None, key: str, edit: Edit) -> Entries | None:
     """Return the entries that ``edit`` makes of a file's ``content``, ``None`` if the same."""
-    before = {} if content is None else parse(path, content, key).tests.to_dict()
+    before = {} if content is None else parse(path, content, key).tests.data
     tests = Entries(before)
     edit(tests)
-    return None if tests.to_dict() == before else tests
+    return None if tests.data == before else tests

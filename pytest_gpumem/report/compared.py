@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,19 @@ class Test:
     """Peaks in bytes by phase, the whole test's under the empty name; empty for a failed test."""
     tolerance: str | None = None
     """The test's own, by marker, option or ini; ``None`` where its environment's applies."""
-    sites: Callable[[str], Sequence[Site]] = lambda phase: ()
-    """The holders of the bytes at each of these peaks; empty where not recorded."""
+    held: TestRecord | BaselineEntry | None = None
+    """The record of what held the bytes at each of these peaks."""
+
+    def sites(self, phase: str) -> Sequence[Site]:
+        """Return the holders of the bytes at the peak of ``phase``; empty where not recorded."""
+        if isinstance(self.held, BaselineEntry):
+            peak = self.held.peak_of(phase or None)
+            return () if peak is None else peak.sites
+        measured = self.held.measurement if self.held else None
+        if measured is None or (phase and phase not in measured.phases):
+            return ()
+        sites = measured.phases[phase].sites if phase else measured.sites
+        return [Site.from_dict(site) for site in sites]
 
 
 NOTHING = Test()
@@ -56,7 +66,7 @@ class Side:
                 # The numbers of a body that failed end where it ended.
                 figures = _figures(record) if record.is_whole else {}
                 own = record.expectation.get("tolerance")
-                test = Test(figures, own, partial(_reported, record))
+                test = Test(figures, own, record)
                 side._add(record.environment, record.key[1], test)
         return side
 
@@ -74,7 +84,7 @@ class Side:
         for module, content in read_folder(path):
             for test_id, entry in content.tests.items():
                 figures = {"": entry.peak_allocated, **entry.phases}
-                test = Test(figures, entry.tolerance, partial(_stored, entry))
+                test = Test(figures, entry.tolerance, entry)
                 side._add(content.environment, f"{module}::{test_id}", test)
         return side
 
@@ -92,19 +102,6 @@ def _figures(record: TestRecord) -> Mapping[str, int]:
             if name != CALL:  # as baselines: it would repeat the whole test's number
                 figures[f"{device}{name}"] = phase.peak_allocated
     return figures
-
-
-def _reported(record: TestRecord, phase: str) -> Sequence[Site]:
-    measured = record.measurement
-    if measured is None or (phase and phase not in measured.phases):
-        return ()
-    held = measured.phases[phase].sites if phase else measured.sites
-    return [Site.from_dict(site) for site in held]
-
-
-def _stored(entry: BaselineEntry, phase: str) -> Sequence[Site]:
-    peak = entry.peak_of(phase or None)
-    return () if peak is None else peak.sites
 
 
 @dataclass(frozen=True)

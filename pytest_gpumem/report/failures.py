@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,25 +86,21 @@ def merged(reporter: pytest.TerminalReporter, failures: Mapping[str, Failure]) -
         groups += [group] if merges else [[one] for one in group]
     hidden = {id(report) for group in groups for report, _ in group[1:]}
     writer = reporter.config.get_terminal_writer()
-    saved = [(report, report.longrepr, report.sections) for report in failed]
-    for group in groups:
-        report, failure = group[0]
-        more = [other for _, other in group[1:]]
-        report.longrepr = _MergedLongrepr(
-            report.longrepr, _lines(failure, more, command, verbosity, writer.fullwidth), failure
-        )
-    reporter.stats["failed"] = [report for report in failed if id(report) not in hidden]
-    for report in failed:
+    shown = {id(report): copy(report) for report in failed if id(report) not in hidden}
+    for (report, failure), *more in groups:
+        others = [other for _, other in more]
+        lines = _lines(failure, others, command, verbosity, writer.fullwidth)
+        shown[id(report)].longrepr = _MergedLongrepr(report.longrepr, lines, failure)
+    for report in shown.values():
         report.sections = [
             (name, _within(text, writer.fullwidth) if name == SECTION else text)
             for name, text in report.sections
         ]
+    reporter.stats["failed"] = list(shown.values())
     try:
         yield
     finally:
         reporter.stats["failed"] = failed
-        for report, longrepr, sections in saved:
-            report.longrepr, report.sections = longrepr, sections
         if not failed:
             del reporter.stats["failed"]
     if reporter.hasopt("f") and not getattr(reporter, "no_summary", False):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pytest_gpumem.quoting import printable
+
 
 def header_line(
     device: str, torch: str | None, folder: str, environments: Sequence[str], gpus: Sequence[str]
@@ -16,12 +18,7 @@ def header_line(
     facts = [device, *gpus, f"torch {torch}" if torch else "torch is not installed"]
     if environments:
         facts.append(f"baselines in {folder}: {', '.join(environments)}")
-    line = f"gpumem: {'; '.join(facts)}"
-    if line.isprintable():
-        return line
-    from pytest_gpumem.quoting import printable
-
-    return printable(line)
+    return printable(f"gpumem: {'; '.join(facts)}")
 
 
 def installed_release(package: str) -> str | None:

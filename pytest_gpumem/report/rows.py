@@ -71,34 +71,26 @@ class Row:
         """The name as it is in the table."""
         return GAP * (self.depth + 1) + self.name
 
-    def cell(self, column: Column, exact: bool) -> str:
-        """Return the text in ``column``, numbers in ``exact`` bytes or for reading."""
-        if column.key == "status":
-            return self.status
-        number = self.numbers.get(column.key)
-        measured, allowed = self._compared(exact)
-        if column.key == "allowed":
-            return allowed
-        if number is None:
-            return ""
-        if exact:
-            return f"{number:,}"
-        compared = self.verdict is not None and self.verdict.metric == column.key
-        return measured if compared else format_size(number)
-
-    def _compared(self, exact: bool) -> tuple[str, str]:
-        """Return the measured and the allowed number, in digits that distinguish them."""
+    def texts(self, exact: bool) -> dict[str, str]:
+        """Return the text of each column by its key, numbers in ``exact`` bytes or for reading."""
+        texts = {column.key: "" for column in COLUMNS} | {"status": self.status}
+        for key, number in self.numbers.items():
+            if number is not None:
+                texts[key] = f"{number:,}" if exact else format_size(number)
         verdict = self.verdict
-        if verdict is None or verdict.limit is None:
-            return "", ""
-        yardstick = verdict.limit if verdict.reference is None else verdict.reference
-        measured, allowed = format_apart(verdict.actual, yardstick)
-        if exact:
-            allowed = f"{yardstick:,}"
-        if verdict.reference is None:
-            allowed = allowed if exact else verdict.limit_in_words or allowed
-            return measured, f"{LIMIT_WORDS[verdict.metric]} {allowed}"
-        return measured, f"{REFERENCE_WORDS[verdict.kind]} {allowed}"
+        if verdict is not None and verdict.limit is not None:
+            yardstick = verdict.limit if verdict.reference is None else verdict.reference
+            # In digits that distinguish the two numbers.
+            measured, allowed = format_apart(verdict.actual, yardstick)
+            if exact:
+                allowed = f"{yardstick:,}"
+            elif texts[verdict.metric]:
+                texts[verdict.metric] = measured
+            if verdict.reference is None and not exact:
+                allowed = verdict.limit_in_words or allowed
+            words = REFERENCE_WORDS.get(verdict.kind) or LIMIT_WORDS[verdict.metric]
+            texts["allowed"] = f"{words} {allowed}"
+        return texts
 
     def style(self, column: Column) -> str:
         """Return the style of the text in ``column``: a number that failed stands out."""

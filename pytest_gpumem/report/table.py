@@ -72,10 +72,9 @@ def _fitting_columns(
 
 def _lines(rows: Mapping[str, Sequence[Row]], verbose: bool, width: int) -> list[Line]:
     every = [row for found in rows.values() for row in found]
+    texts = [row.texts(verbose) for row in every]
     widths = {
-        column.key: max(
-            cells(column.heading(verbose)), *(cells(row.cell(column, verbose)) for row in every)
-        )
+        column.key: max(cells(column.heading(verbose)), *(cells(row[column.key]) for row in texts))
         for column in COLUMNS
     }
     longest = max(cells(row.indented) for row in every)
@@ -95,7 +94,7 @@ def _lines(rows: Mapping[str, Sequence[Row]], verbose: bool, width: int) -> list
                 continue
             spans = [TextRun(pad(shorten(row.indented, name), name))]
             for column in columns:
-                text = row.cell(column, verbose)
+                text = row.texts(verbose)[column.key]
                 before = 0 if column.key == "status" else widths[column.key] - cells(text)
                 spans += [TextRun(GAP + " " * before), TextRun(text, row.style(column))]
             lines.append(_trimmed(spans))
@@ -107,12 +106,9 @@ def _stacked(row: Row, width: int) -> Iterator[Line]:
     name = shorten(row.indented, width - len(GAP) - cells(row.status))
     mark = TextRun(row.status, STATUSES[row.status][0])
     yield _trimmed([TextRun(name), TextRun(GAP), mark])
-    facts = []
-    for column in COLUMNS:
-        text = row.cell(column, True)
-        if text and column.key != "status":
-            fact = text if column.key == "allowed" else f"{column.full_title} {text}"
-            facts.append(f"{fact} B")
+    texts = row.texts(True)
+    named = {column.key: f"{column.full_title} " for column in COLUMNS} | {"allowed": ""}
+    facts = [f"{named[key]}{text} B" for key, text in texts.items() if text and key != "status"]
     indent = GAP * (row.depth + 3)
     yield from map(Line.of, pack(facts, width, first=indent, rest=indent))
 

@@ -32,8 +32,8 @@ _PLAIN_SETTINGS = re.compile(r"[a-z_]+:[A-Za-z0-9_.]+(,[a-z_]+:[A-Za-z0-9_.]+)*"
 """Settings that name a folder as they are, but for the colon, which Windows does not have."""
 _MOST_SETTINGS = 100
 """Characters of settings in the name of a folder."""
-_PLAIN_WORD, _MOST_WORD = re.compile(r"[A-Za-z0-9_.]+"), 40
-"""The words of other plugins that name a folder as they are, and their most characters."""
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9_.]{1,40}")
+"""The words of other plugins that name a folder as they are; others are hashes."""
 
 
 def _hash(text: str) -> str:
@@ -81,7 +81,11 @@ class Environment(Plain):
         if self.ranks:
             parts.append(self.ranks.replace(" ", ""))
         key = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
-        return "-".join([key, *self._settings(), *self._extra()])
+        words = (
+            f"{name}={word if _PLAIN_WORD.fullmatch(word) else _hash(word)}"
+            for name, word in self.extra
+        )
+        return "-".join([key, *self._settings(), *words])
 
     @property
     def is_exact(self) -> bool:
@@ -105,12 +109,6 @@ class Environment(Plain):
             yield conf.replace(":", "=")
         if config:
             yield f"cublas{config.replace(':', '=')}"
-
-    def _extra(self) -> Iterator[str]:
-        """Yield the plugins' entries as parts of a folder's name, long or odd words as hashes."""
-        for name, word in self.extra:
-            plain = len(word) <= _MOST_WORD and _PLAIN_WORD.fullmatch(word)
-            yield f"{name}={word if plain else _hash(word)}"
 
     def with_extra(self, extra: Mapping[str, str]) -> Environment:
         """Return the environment with the entries of other plugins replaced by ``extra``."""

@@ -252,6 +252,18 @@ def test_only_an_unused_allocator_is_restored(snapshot: dict[str, Any]) -> None:
         allocator.restore(snapshot["segments"])
 
 
+def test_a_restored_allocator_counts_oversize_blocks() -> None:
+    settings = AllocatorSettings.parse("max_split_size_mb:32")
+    original, restored = Allocator(1 << 34, settings), Allocator(1 << 34, settings)
+    large = original.malloc(40 * MIB)
+    original.malloc(MIB)
+    restored.restore(original.segments())
+
+    assert restored.stats()["oversize_allocations"]["current"] == 1
+    restored.free(large)
+    assert restored.stats()["oversize_allocations"]["current"] == 0
+
+
 def test_a_restored_allocator_counts_what_it_holds(snapshot: dict[str, Any]) -> None:
     original = Allocator(1 << 34)
     program(original)

@@ -52,15 +52,13 @@ def render(
     """
     ordered = sorted(records, key=lambda record: record.nodeid)
     overview = {**overview_of(ordered, past), "usage": list(usage)}
-    packed = []
-    for begin in range(0, len(ordered), TOGETHER):
-        text = compact(list(map(detail_of, ordered[begin : begin + TOGETHER])))
-        packed.append(b64encode(zlib.compress(text.encode("ascii"))).decode("ascii"))
-    return assembled("page.html", TESTS, overview, packed)
+    groups = (ordered[begin : begin + TOGETHER] for begin in range(0, len(ordered), TOGETHER))
+    details = [packed(list(map(detail_of, group))) for group in groups]
+    return assembled("page.html", TESTS, overview, details)
 
 
-def assembled(template: str, scripts: Sequence[str], data: Any, packed: Iterable[str]) -> str:
-    """Return the page with ``scripts`` and ``data``, and ``packed`` texts for later use."""
+def assembled(template: str, scripts: Sequence[str], data: Any, details: Iterable[str]) -> str:
+    """Return the page with ``scripts`` and ``data``, and packed ``details`` for later use."""
     libraries = "\n".join(_file(f"vendor/{name}") for name in LIBRARIES)
     script = "\n".join(["'use strict';", *map(_file, scripts)])
     digests = (sha256(one.encode()).digest() for one in (libraries, script))
@@ -75,13 +73,18 @@ def assembled(template: str, scripts: Sequence[str], data: Any, packed: Iterable
         "script": script,
         "overview": text,
         "details": "\n".join(
-            f'<script type="text/plain" class="details">{text}</script>' for text in packed
+            f'<script type="text/plain" class="details">{text}</script>' for text in details
         ),
     }
     # The content of a part is never read as a placeholder.
     page = _file(template).split("@@")
     page[1::2] = [parts[name] for name in page[1::2]]
     return "".join(page)
+
+
+def packed(data: Any) -> str:
+    """Return ``data`` as JSON, deflated, as text for a page."""
+    return b64encode(zlib.compress(compact(data).encode("ascii"))).decode("ascii")
 
 
 def compact(data: Any) -> str:

@@ -170,7 +170,7 @@ async function showRecording() {
   const packed = document.querySelectorAll("script.details");
   const main = document.getElementById("devices");
   for (const [index, device] of overview.devices.entries()) {
-    const tape = new Tape(device, await (await unpack(packed[index].textContent)).arrayBuffer());
+    const tape = new Tape(device, await (await unpack(packed[index].textContent)).json());
     const held = holders(tape);
     main.append(el("div", { class: "body recording" }, heading(2, `cuda:${device.device}, ${events(device.events)}`), sentences(tape),
       overTime(tape, held.pin), compared(tape), segmentsOf(tape), held.element));

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os.path
-import sys
-import zlib
 from array import array
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,6 +24,7 @@ from pytest_gpumem.attribution.frames import (
     stack_facts,
 )
 from pytest_gpumem.attribution.history import CATEGORIES, FOREVER
+from pytest_gpumem.report.html.page import packed
 
 Json = Mapping[str, Any]
 
@@ -76,15 +74,11 @@ class _Places:
 def recording_of(
     name: str, result: ReplayResult, *, notes: Sequence[str], used_elsewhere: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the page's data on a replay, and one packed text of columns for each device.
+    """Return the page's data on a replay, and a packed text of each device: what depends on events.
 
     Sizes are bytes. ``notes`` are sentences that the command prints of the replay.
     """
-    devices, packed = [], []
-    for device in result.devices:
-        columns = Columns()
-        devices.append(_device(device, columns))
-        packed.append(columns.packed())
+    devices = [_device(device) for device in result.devices]
     return {
         "name": name,
         "categories": CATEGORIES,
@@ -97,41 +91,39 @@ def recording_of(
         "gpu": result.gpu,
         "used_elsewhere": used_elsewhere,
         "notes": list(notes),
-        "devices": devices,
-    }, packed
+        "devices": [known for known, _ in devices],
+    }, [packed(columns) for _, columns in devices]
 
 
-def _device(device: DeviceReplay, columns: Columns) -> dict[str, Any]:
+def _device(device: DeviceReplay) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the data of a device, and what each event did to its blocks and its runs' bytes."""
     course = device.courses[0]
     blocks = _blocks(course)
     places = _Places()
     events = _numbered(blocks, places, len(course.trace))
     start = Counter(places.kind(block) for block in blocks if block.born == START)
-    known = partial(_known, blocks)
+    runs = [_run(device.recorded, course, partial(_known, blocks))]
+    runs += [_run(device.what_if, device.courses[1], lambda _: {})] if device.what_if else []
     return {
         "device": device.device,
         "events": device.events,
         "capacity": device.capacity,
         "places": places.to_list(),
-        "kinds": {
-            "bytes": columns.add(size for size, _ in places.kinds),
-            "places": columns.add_small([place for _, place in places.kinds]),
-        },
+        "kinds": [list(kind) for kind in places.kinds],
         "start": [list(item) for item in start.items()],
-        "blocks": columns.add_small(events),
-        "recorded": _run(device.recorded, course, columns, known),
-        "what_if": device.what_if
-        and _run(device.what_if, device.courses[1], columns, lambda _: {}),
+        "recorded": runs[0],
+        "what_if": runs[1] if device.what_if else None,
+    }, {
+        "blocks": events.tolist(),
+        "reserved": [each.reserved.tolist() for each in device.courses],
+        "split": [each.split.tolist() for each in device.courses],
     }
 
 
-def _run(usage: Usage, course: Course, columns: Columns, known: Any) -> dict[str, Any]:
+def _run(usage: Usage, course: Course, known: Any) -> dict[str, Any]:
     return {
         "usage": {**asdict(usage), "fragmentation": usage.fragmentation},
         "fullest": course.fullest + 1,
-        "first": list(course.first),
-        "reserved": columns.add(course.reserved),
-        "split": columns.add(course.split),
         "segments": {
             "peak": _segments(course.then, known(course.fullest)),
             "end": _segments(course.end, known(len(course.trace) - 1)),
@@ -147,7 +139,7 @@ def _blocks(course: Course) -> list[_Block]:
     }
     blocks = list(live.values())
     stretch, during = 0, ""
-    for index, (event, change) in enumerate(zip(course.trace, course.allocated, strict=False)):
+    for index, (event, change) in enumerate(zip(course.trace, course.allocated[1:], strict=False)):
         if event["action"] == "alloc":
             own = facts[_key(event)]
             if own.during != during:
@@ -238,52 +230,3 @@ def _key(event: Json) -> tuple[int, ...]:
     """Return the same for the same stack: a file holds each of its frames once."""
     frames = event.get("frames")
     return tuple(map(id, frames)) if isinstance(frames, list) else ()
-
-
-_WIDTHS = {1: "B", 2: "H", 4: "I"}
-"""Bytes of a number, and its type code in :mod:`array`."""
-_EXACT = 8
-"""Bytes of a float, a browser's only number, which holds 2^53 bytes exactly."""
-
-
-class Columns:
-    """Columns of numbers in the page, one after the other, as one packed text.
-
-    Repeated events stay repeated data: packed, a loop of a thousand steps is little larger
-    than one of ten.
-    """
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def add(self, values: Iterable[int]) -> dict[str, int]:
-        """Add ``values`` as indices of the distinct ones; return how to read them.
-
-        ``begin`` is where the ``count`` numbers of ``width`` bytes begin, and ``values`` is where
-        the ``distinct`` values that they stand for do, each a float.
-        """
-        numbers: dict[int, int] = {}
-        ids = [numbers.setdefault(value, len(numbers)) for value in values]
-        indices = self.add_small(ids)
-        begin = self._append(array("d", numbers), _EXACT)
-        return {**indices, "values": begin, "distinct": len(numbers)}
-
-    def add_small(self, values: Sequence[int]) -> dict[str, int]:
-        """Add ``values`` from 0 to 2^32 - 1 as they are; return how to read them."""
-        most = max(values, default=0)
-        width = next(width for width in _WIDTHS if most < 256**width)
-        begin = self._append(array(_WIDTHS[width], values), width)
-        return {"begin": begin, "count": len(values), "width": width}
-
-    def packed(self) -> str:
-        """Return all columns, deflated, as text for a page."""
-        return b64encode(zlib.compress(bytes(self._bytes), 6)).decode("ascii")
-
-    def _append(self, column: array[Any], width: int) -> int:
-        if sys.byteorder == "big":
-            column.byteswap()
-        # A browser reads wide numbers only where they are aligned.
-        self._bytes += b"\0" * (-len(self._bytes) % width)
-        begin = len(self._bytes)
-        self._bytes += column.tobytes()
-        return begin

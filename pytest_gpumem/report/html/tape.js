@@ -3,36 +3,22 @@
 const MOST_LAYERS = 9;
 const OTHERS = "var(--unknown)";
 
-const NUMBERS = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array };
-
-// A column of small numbers, as columns.py packs it.
-function small(bytes, told) {
-  return new NUMBERS[told.width](bytes, told.begin, told.count);
-}
-
-// A column of numbers of any size: those of the different ones, and these.
-function column(bytes, told) {
-  return { ids: small(bytes, told), values: new Float64Array(bytes, told.values, told.distinct) };
-}
-
-// What a column of changes comes to after each event; `first` is before them.
-function summed(bytes, told, first) {
-  const { ids, values } = column(bytes, told);
-  const sums = new Float64Array(told.count + 1);
-  sums[0] = first;
-  for (let i = 0; i < ids.length; i++) sums[i + 1] = sums[i] + values[ids[i]];
+// What a column comes to from the start on: the bytes then, and their change by each event.
+function summed(changes) {
+  const sums = new Float64Array(Math.max(changes.length, 1));
+  let sum = 0;
+  for (let i = 0; i < changes.length; i++) sums[i] = sum += changes[i];
   return sums;
 }
 
 class Tape {
-  constructor(device, bytes) {
+  constructor(device, columns) {
     this.device = device;
     this.length = device.events;
     // Of each kind of block its bytes, and the number of the place that allocated it.
-    const { ids, values } = column(bytes, device.kinds.bytes);
-    this.sizes = Float64Array.from(ids, (id) => values[id]);
-    this.places = small(bytes, device.kinds.places);
-    this.did = small(bytes, device.blocks);
+    this.sizes = Float64Array.from(device.kinds, ([bytes]) => bytes);
+    this.places = Uint32Array.from(device.kinds, ([, place]) => place);
+    this.did = Uint32Array.from(columns.blocks);
     this.start = new Int32Array(this.sizes.length);
     for (const [kind, count] of device.start) this.start[kind] = count;
     this.allocated = new Float64Array(this.length + 1);
@@ -46,9 +32,9 @@ class Tape {
     this.runs = { recorded: device.recorded, ...(device.what_if ? { "what if": device.what_if } : {}) };
     this.reserved = {};
     this.split = {};
-    for (const [name, run] of Object.entries(this.runs)) {
-      this.reserved[name] = summed(bytes, run.reserved, run.first[1]);
-      this.split[name] = summed(bytes, run.split, run.first[2]);
+    for (const [index, name] of Object.keys(this.runs).entries()) {
+      this.reserved[name] = summed(columns.reserved[index]);
+      this.split[name] = summed(columns.split[index]);
     }
     this.grouping = null;
   }

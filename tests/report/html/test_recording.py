@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
+import zlib
+from base64 import b64decode
 from collections.abc import Iterable
+from copy import deepcopy
 from itertools import accumulate
 from typing import Any
 
 import pytest
 
 from pytest_gpumem.allocator import Allocator
-from pytest_gpumem.report.html.page import RECORDING, assembled
+from pytest_gpumem.report.html.page import RECORDING, assembled, packed
 from pytest_gpumem.report.html.recording import recording_of
 from pytest_gpumem.simulated.gpu.replay import replay
 from tests.report.html.parsed import Page
-from tests.report.html.test_columns import read
 
 MIB = 1 << 20
 MODULE = "/env/torch/nn/modules/module.py"
@@ -45,26 +48,10 @@ def recorded() -> Allocator:
 
 def told(snapshot: dict[str, Any], **question: Any) -> tuple[dict[str, Any], list[list[int]]]:
     """The first device of the page's data, and its columns: what events did, reserved, split."""
-    from pytest_gpumem.report.html.recording import Columns
-
-    class Kept(Columns):
-        def packed(self) -> str:
-            kept.append(self)
-            return super().packed()
-
-    kept: list[Columns] = []
     result = replay(snapshot, courses=True, **question)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pytest_gpumem.report.html.recording.Columns", Kept)
-        data, _ = recording_of("run.pickle", result, notes=[], used_elsewhere=0)
-    device = data["devices"][0]
-    kinds = device["kinds"]
-    device["kinds"] = [
-        list(kind)
-        for kind in zip(read(kept[0], kinds["bytes"]), read(kept[0], kinds["places"]), strict=True)
-    ]
-    columns = [device["blocks"], device["recorded"]["reserved"], device["recorded"]["split"]]
-    return device, [read(kept[0], column) for column in columns]
+    data, (text, *_) = recording_of("run.pickle", result, notes=[], used_elsewhere=0)
+    columns = json.loads(zlib.decompress(b64decode(text)))
+    return data["devices"][0], [columns["blocks"], *columns["reserved"], *columns["split"]]
 
 
 def test_every_event_says_what_it_allocated_reserved_and_left_split() -> None:
@@ -72,8 +59,9 @@ def test_every_event_says_what_it_allocated_reserved_and_left_split() -> None:
     assert device["kinds"] == [[30 * MIB, 0], [3 * MIB, 1], [5 * MIB, 2]]
     # segment, alloc; segment, alloc; alloc, free requested and completed; the same for the large
     assert did == [0, 1, 0, 3, 5, 0, 6, 0, 2]
-    assert reserved == [0, 30 * MIB, 0, 20 * MIB, 0, 0, 0, 0, 0]
-    assert split == [0, 0, 0, 17 * MIB, -5 * MIB, 0, 5 * MIB, 0, 0]
+    # The first number of each is at the start.
+    assert reserved == [0, 0, 30 * MIB, 0, 20 * MIB, 0, 0, 0, 0, 0]
+    assert split == [0, 0, 0, 0, 17 * MIB, -5 * MIB, 0, 5 * MIB, 0, 0]
 
 
 def test_what_events_say_adds_up_to_the_peak_of_the_allocator() -> None:
@@ -133,27 +121,44 @@ def test_segments_at_the_peak_and_at_the_end() -> None:
 def test_what_was_there_before_recording_began_is_there_from_the_start() -> None:
     snapshot = recorded().snapshot()
     snapshot["device_traces"][0] = snapshot["device_traces"][0][2:]
-    device, (did, *_) = told(snapshot)
+    device, (did, reserved, split) = told(snapshot)
     assert device["start"] == [[0, 1]]
     assert device["kinds"][0] == [30 * MIB, 0]
     assert device["places"][0]["operator"] == "allocated before recording began"
     assert did[-1] == 2
-    assert device["recorded"]["first"] == [30 * MIB, 30 * MIB, 0]
+    assert (reserved[0], split[0]) == (30 * MIB, 0)
 
 
 def test_what_if_is_a_second_run() -> None:
-    device, _ = told(recorded().snapshot(), alloc_conf="expandable_segments:True")
+    device, (_, _, tried, *_) = told(recorded().snapshot(), alloc_conf="expandable_segments:True")
     assert device["what_if"]["usage"]["peak_allocated"] == 38 * MIB
-    assert device["what_if"]["reserved"]["count"] == device["events"] == 9
+    assert len(tried) - 1 == device["events"] == 9
 
 
 def test_a_what_if_that_runs_out_of_memory_ends_there() -> None:
     allocator = Allocator(1 << 40, version=(2, 6))
     allocator.malloc(6 << 30)
     allocator.malloc(6 << 30)
-    device, _ = told(allocator.snapshot(), gpu="RTX-4060")
+    device, (_, _, tried, *_) = told(allocator.snapshot(), gpu="RTX-4060")
     assert device["what_if"]["usage"]["out_of_memory"]["event"] == 3
-    assert device["what_if"]["reserved"]["count"] < device["events"] == 4
+    assert len(tried) - 1 < device["events"] == 4
+
+
+def test_a_what_if_whose_start_does_not_fit_has_no_events() -> None:
+    snapshot = recorded().snapshot()
+    snapshot["device_traces"][0] = snapshot["device_traces"][0][2:]
+    snapshot["segments"].append(
+        {**deepcopy(snapshot["segments"][0]), "address": 1 << 46, "total_size": 9 << 30}
+    )
+    large = {"size": 9 << 30, "requested_size": 9 << 30, "state": "active_allocated"}
+    snapshot["segments"][-1]["blocks"] = [large]
+    device, (_, recorded_reserved, tried, *_) = told(snapshot, gpu="RTX-4060")
+    assert device["what_if"]["usage"]["out_of_memory"]["event"] == -1
+    assert (len(recorded_reserved) - 1, tried) == (device["events"], [])
+
+
+def test_what_a_loop_repeats_is_small() -> None:
+    assert len(packed([512, 1024, -512, 4096, -1024, -4096] * 100_000)) < 20_000
 
 
 @pytest.mark.parametrize("odd", [None, 7, "text", [None, 3], [{"filename": 3}]])
