@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -195,8 +196,10 @@ class Values(Reading):
                     self._stated.pop(storage_key(tensor), None)
             return
         targets = operator.targets(args, kwargs)
-        for tensor in targets or on_device(result):
+        for at, tensor in enumerate(targets or on_device(result)):
             stated = of_result(operator, fact, args[0], tensor)
+            if at:  # the places of what ``max`` has found
+                stated = replace(stated, value=None)
             if targets or self.facts.of(tensor) is None:
                 if targets and not self._covers(tensor):
                     stated = Fact(None, stated.assumed, stated.infinite)
