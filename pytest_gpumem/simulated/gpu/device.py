@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class GpuState:
         )
         try:
             self._settings = AllocatorSettings.parse(self.alloc_conf, version=self.version)
-            self.allocator = self.empty_memory(index)
+            memory = self.empty_memory(index)
         except AllocatorError as error:
             if alloc_conf is not None:
                 raise
@@ -82,11 +83,13 @@ class GpuState:
                 f"{name}={quoted(self.alloc_conf)} cannot be used: {str(error).rstrip('.')}; "
                 "write it as torch reads it, or unset it"
             ) from error
-        self.workspaces = self.workspaces_in(self.allocator)
+        self._own = self.workspaces_in(memory)
+        self.beside: Callable[[], Workspaces | None] | None = None
+        """Returns the workspaces of a thread that has a memory beside the GPU's own."""
         self.shared: SharedDevice | None = None
         """Memory that other processes allocate from too; ``None`` for a device of one process."""
         self._collector: Collector | None = None
-        self.estimates = Estimates(self.allocator)
+        self.estimates = Estimates(memory)
         self.calls_without_workspace: set[object] = set()
         """Calls of cuDNN whose workspace once did not fit: later ones use none."""
         self.dropout_state = 0
@@ -96,6 +99,16 @@ class GpuState:
     def stream(self) -> int:
         """The handle of the stream that work goes to now: by default the default stream."""
         return 0
+
+    @property
+    def workspaces(self) -> Workspaces:
+        """The libraries' workspaces of the calling thread."""
+        return (self.beside and self.beside()) or self._own
+
+    @property
+    def allocator(self) -> Memory:
+        """The memory of the calling thread."""
+        return self.workspaces.memory
 
     def share(self, shared: SharedDevice | None) -> None:
         """Take memory from ``shared`` from now on; memory held already is not counted there."""
@@ -124,7 +137,7 @@ class GpuState:
         memory.reset_peak_stats()
         memory.collector = self._collector
         memory.observers = self.allocator.observers
-        self.allocator = self.workspaces.memory = memory
+        self._own.memory = memory
         self.estimates = Estimates(memory)
         self.calls_without_workspace.clear()
         self.dropout_state = 0
