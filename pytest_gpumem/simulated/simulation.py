@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from threading import get_ident
 from typing import Any
 
@@ -69,37 +68,26 @@ _LOADING = "CUDA_MODULE_LOADING"
 
 
 class SimulatedGPU(GPU):
-    """A CUDA device that computes shapes only.
+    """A CUDA device that computes shapes only."""
 
-    ``settings`` are those of :class:`~pytest_gpumem.simulated.gpu.device.Device`, and so are the
-    errors. With ``real_values`` all values are computed on the CPU, and with ``stand_ins`` code may
-    import flash-attn where it is not installed.
-    """
+    simulation: Simulation
 
-    def __init__(
-        self,
-        model: str | GpuModel,
+    @classmethod
+    def machine(
+        cls,
+        name: str | GpuModel | Machine,
         *,
+        world: World | None = None,
         real_values: bool = False,
         stand_ins: bool = True,
         compile: str = AUTO,
         **settings: Any,
-    ) -> None:
-        super().__init__(model, **settings)
-        self._options: dict[str, Any] = {
-            "real_values": real_values,
-            "stand_ins": stand_ins,
-            "compile": compile,
-        }
-
-    @classmethod
-    def machine(
-        cls, name: str | GpuModel | Machine, *, world: World | None = None, **settings: Any
     ) -> tuple[SimulatedGPU, ...]:
         """Return the GPUs of machine ``name``, like ``"A100-80GB*2"``: ``cuda:0``, ``cuda:1``, ...
 
-        With a ``world`` it is that rank's machine, with ``local_size`` GPUs.
-        ``settings`` are those of the constructor, and so are the errors.
+        With a ``world`` it is that rank's machine, with ``local_size`` GPUs. The options are those
+        of :class:`Simulation`, and ``settings`` and errors those of
+        :class:`~pytest_gpumem.simulated.gpu.device.GpuState`.
         """
         machine = find_machine(name)
         timeline = Timeline()
@@ -107,15 +95,12 @@ class SimulatedGPU(GPU):
         gpus = tuple(
             cls(machine.model, index=i, timeline=timeline, **settings) for i in range(count)
         )
-        simulation = Simulation(gpus, world=world, **gpus[0]._options)
+        simulation = Simulation(
+            gpus, real_values=real_values, stand_ins=stand_ins, compile=compile, world=world
+        )
         for gpu in gpus:
             gpu.simulation = simulation
         return gpus
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """The machine that this device is in; by default one without other devices."""
-        return Simulation([self], **self._options)
 
     @contextmanager
     def active(self) -> Iterator[SimulatedGPU]:

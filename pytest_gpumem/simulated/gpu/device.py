@@ -21,7 +21,7 @@ from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.garbage import Collector
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.common.callsite import provenance
-from pytest_gpumem.simulated.gpu.catalogue import GpuError, GpuModel, find_machine
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel
 from pytest_gpumem.simulated.gpu.estimates import Estimates
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.workspaces import Workspaces, dropout_state_bytes
@@ -35,12 +35,12 @@ class GpuState:
     CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment, the second where torch reads it: see
     :mod:`~pytest_gpumem.simulated.gpu.workspaces`. ``torch_version`` (``"2.6"``) is the
     release whose rules the allocator and the workspaces follow; the default is the torch that runs.
-    Raises ``ValueError`` for an unknown model, version or setting.
+    Raises ``ValueError`` for an unknown version or setting.
     """
 
     def __init__(
         self,
-        model: str | GpuModel,
+        model: GpuModel,
         *,
         alloc_conf: str | None = None,
         torch_version: str | None = None,
@@ -48,13 +48,7 @@ class GpuState:
         index: int = 0,
         timeline: Timeline | None = None,
     ) -> None:
-        machine = find_machine(model)
-        if machine.count > 1:
-            raise GpuError(
-                f"{quoted(model)} is a machine with {machine.count} GPUs and not one of them; "
-                f'write "{machine.model.name}"'
-            )
-        self.model = machine.model
+        self.model = model
         self.version = parse_version(torch_version)
         self.index = index
         self.timeline = Timeline() if timeline is None else timeline
