@@ -57,7 +57,7 @@ class Fact:
     infinite: Infinity = Infinity.NONE
     """Whether the program has put infinities or NaN in it."""
     bounds: Bounds | None = None
-    """What its integers lie between, if they are random."""
+    """The least and the greatest of its integers, where these are random."""
 
 
 class ValueFacts:
