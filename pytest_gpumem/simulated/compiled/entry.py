@@ -15,7 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FunctionType
@@ -26,7 +26,7 @@ import torch
 
 from pytest_gpumem.garbage import FramesCleared
 from pytest_gpumem.late_modules import Context
-from pytest_gpumem.simulated.common.callsite import is_own, refuse, refusing, user_line
+from pytest_gpumem.simulated.common.callsite import is_own, refusing, user_line
 from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE, RUNS_EAGERLY
 from pytest_gpumem.simulated.common.late_imports import imported_unpatched
 from pytest_gpumem.simulated.common.patching import Patches
@@ -87,7 +87,7 @@ class Compilation:
 
     ``how`` is one of :data:`HOW`. In the context ``unpatched()`` nothing is replaced, in
     ``answering()`` only the functions that answer for the GPU, and in ``code()`` within it
-    everything again. In ``exclusive()`` no other thread uses torch, if it yields ``True``.
+    everything again. In ``exclusively()`` no other thread uses torch.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Compilation:
         answering: Context,
         unpatched: Context,
         code: Context,
-        exclusive: Callable[[], AbstractContextManager[bool]],
+        exclusively: Context,
     ) -> None:
         if how not in HOW:
             raise ValueError(f"compile={how!r}: write one of {', '.join(map(repr, HOW))}")
@@ -106,7 +106,7 @@ class Compilation:
         self._answering = answering
         self._unpatched = unpatched
         self._code = code
-        self._exclusive = exclusive
+        self._exclusively = exclusively
         self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._tracing: Tracing | None = None
         self._patches: Patches | None = None
@@ -211,19 +211,6 @@ class Compilation:
         found = self._callbacks[callback]
         self._ran_eagerly |= found is None
         return found
-
-    @contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        """Have exclusive use of torch inside."""
-        with self._exclusive() as is_exclusive:
-            if not is_exclusive:
-                # Replacements are the process's.
-                refuse(
-                    "torch.compile",
-                    "compiles while another thread lives that uses torch, which a simulated GPU "
-                    "cannot follow: run pytest --gpumem-device=dry, or --gpumem-sim-compile=eager",
-                )
-            yield
 
     def _replaced(self, callback: Any) -> Any:
         backend = callback

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data._utils import pin_memory as loaders
 
+from pytest_gpumem.simulated.common.callsite import refuse
 from pytest_gpumem.simulated.common.patching import Patches, having
 from pytest_gpumem.simulated.gpu.workspaces import Workspaces
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
@@ -245,20 +246,21 @@ class Exclusive:
         return self._execution.lock is None or self._holder == get_ident()
 
     @contextmanager
-    def taken(self) -> Iterator[bool]:
-        """Have exclusive use inside; yield ``False`` if another thread lives."""
+    def taken(self) -> Iterator[None]:
+        """Have exclusive use inside, which is refused while another thread lives."""
         lock = self._execution.lock
         if lock is None or self.is_mine:
-            yield True
-        elif not self._is_alone():
-            yield False
-        else:
-            with lock:
-                self._holder = get_ident()
-                try:
-                    yield True
-                finally:
-                    self._holder = None
+            yield
+            return
+        if not self._is_alone():
+            # Replacements are the process's.
+            refuse(
+                "torch.compile",
+                "compiles while another thread lives that uses torch, which a simulated GPU "
+                "cannot follow: run pytest --gpumem-device=dry, or --gpumem-sim-compile=eager",
+            )
+        with lock, having(self, "_holder", get_ident()):
+            yield
 
     def _is_alone(self) -> bool:
         until = monotonic() + self.patience
