@@ -14,7 +14,8 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.allocator.trace import Timeline
-from pytest_gpumem.simulated.common.late_imports import imported_unpatched
+from pytest_gpumem.garbage import paused
+from pytest_gpumem.late_modules import changing, watched
 from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
 from pytest_gpumem.simulated.distributed import replacements as distributed
@@ -190,8 +191,8 @@ class Simulation(SimulatedMachine):
             resources.callback(self._of_triton.undo)
             resources.enter_context(self._single_rank.restored())
             self._follow_imports()
-            late = imported_unpatched("triton", self._importing_triton, itself=True)
-            resources.enter_context(late)
+            imported = changing({"triton": lambda _: self._follow_imports()}, self._as_torch_is)
+            resources.enter_context(watched(imported))
             if _LOADING not in os.environ:
                 os.environ[_LOADING] = "LAZY"
                 resources.callback(os.environ.pop, _LOADING, None)
@@ -223,12 +224,6 @@ class Simulation(SimulatedMachine):
             self._of_triton.apply()
 
     @contextmanager
-    def _importing_triton(self) -> Iterator[None]:
-        with self._as_torch_is():
-            yield
-        self._follow_imports()
-
-    @contextmanager
     def _as_torch_is(self) -> Iterator[None]:
         """Restore torch's names and remove modes inside, but for what threads need."""
         if not (self._patches.are_applied and self.threads.exclusive.is_mine):
@@ -241,6 +236,7 @@ class Simulation(SimulatedMachine):
                 self._single_rank.patches.paused(),
                 _disable_current_modes(),
                 _without_function_modes(),
+                paused(),
             ):
                 yield
         finally:

@@ -18,17 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_stack
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from pytest_gpumem.garbage import FramesCleared
-from pytest_gpumem.late_modules import Context
+from pytest_gpumem.late_modules import Context, changing, watched
 from pytest_gpumem.simulated.common.callsite import is_own, refusing, user_line
 from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE, RUNS_EAGERLY
-from pytest_gpumem.simulated.common.late_imports import imported_unpatched
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes
 from pytest_gpumem.simulated.compiled.settings import (
@@ -131,22 +130,14 @@ class Compilation:
             if self._tracing is not None:
                 self._inside.enter_context(self._tracing.keeping())
             else:
-                late = imported_unpatched(_INDUCTOR, self._importing_inductor, itself=True)
-                self._inside.enter_context(late)
                 self._inside.callback(self._by_itself.close)
-                self._await_inductor()
+                imported = changing({_INDUCTOR: self._await_inductor}, self._unpatched)
+                self._inside.enter_context(watched(imported))
             yield
 
-    @contextmanager
-    def _importing_inductor(self) -> Iterator[None]:
-        with self._unpatched():
-            yield
-        self._await_inductor()
-
-    def _await_inductor(self) -> None:
+    def _await_inductor(self, inductor: ModuleType) -> None:
         """Trace when Inductor is called: a graph need not come from Dynamo."""
-        inductor = sys.modules.get(_INDUCTOR)
-        if inductor is None or self._tracing is not None or torch.__version__ < FOLLOWED_SINCE:
+        if self._tracing is not None or torch.__version__ < FOLLOWED_SINCE:
             return
         write = "_compile_fx_inner"
 
