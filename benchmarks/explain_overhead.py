@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=1)
     arguments = parser.parse_args()
-    gpu = SimulatedGPU("A100-80GB")
+    (gpu,) = SimulatedGPU.machine("A100-80GB")
     durations: dict[str, list[float]] = {"plain": [], "accounted": []}
     sites = 0
     with gpu.active():

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from threading import get_ident
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.allocator.trace import Timeline
-from pytest_gpumem.simulated.common.late_imports import imported_unpatched
+from pytest_gpumem.garbage import paused
+from pytest_gpumem.late_modules import changing, watched
 from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
 from pytest_gpumem.simulated.distributed import replacements as distributed
@@ -69,37 +69,26 @@ _LOADING = "CUDA_MODULE_LOADING"
 
 
 class SimulatedGPU(GPU):
-    """A CUDA device that computes shapes only.
+    """A CUDA device that computes shapes only."""
 
-    ``settings`` are those of :class:`~pytest_gpumem.simulated.gpu.device.Device`, and so are the
-    errors. With ``real_values`` all values are computed on the CPU, and with ``stand_ins`` code may
-    import flash-attn where it is not installed.
-    """
+    simulation: Simulation
 
-    def __init__(
-        self,
-        model: str | GpuModel,
+    @classmethod
+    def machine(
+        cls,
+        name: str | GpuModel | Machine,
         *,
+        world: World | None = None,
         real_values: bool = False,
         stand_ins: bool = True,
         compile: str = AUTO,
         **settings: Any,
-    ) -> None:
-        super().__init__(model, **settings)
-        self._options: dict[str, Any] = {
-            "real_values": real_values,
-            "stand_ins": stand_ins,
-            "compile": compile,
-        }
-
-    @classmethod
-    def machine(
-        cls, name: str | GpuModel | Machine, *, world: World | None = None, **settings: Any
     ) -> tuple[SimulatedGPU, ...]:
         """Return the GPUs of machine ``name``, like ``"A100-80GB*2"``: ``cuda:0``, ``cuda:1``, ...
 
-        With a ``world`` it is that rank's machine, with ``local_size`` GPUs.
-        ``settings`` are those of the constructor, and so are the errors.
+        With a ``world`` it is that rank's machine, with ``local_size`` GPUs. The options are those
+        of :class:`Simulation`, and ``settings`` and errors those of
+        :class:`~pytest_gpumem.simulated.gpu.device.GpuState`.
         """
         machine = find_machine(name)
         timeline = Timeline()
@@ -107,15 +96,12 @@ class SimulatedGPU(GPU):
         gpus = tuple(
             cls(machine.model, index=i, timeline=timeline, **settings) for i in range(count)
         )
-        simulation = Simulation(gpus, world=world, **gpus[0]._options)
+        simulation = Simulation(
+            gpus, real_values=real_values, stand_ins=stand_ins, compile=compile, world=world
+        )
         for gpu in gpus:
             gpu.simulation = simulation
         return gpus
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """The machine that this device is in; by default one without other devices."""
-        return Simulation([self], **self._options)
 
     @contextmanager
     def active(self) -> Iterator[SimulatedGPU]:
@@ -205,8 +191,8 @@ class Simulation(SimulatedMachine):
             resources.callback(self._of_triton.undo)
             resources.enter_context(self._single_rank.restored())
             self._follow_imports()
-            late = imported_unpatched("triton", self._importing_triton, itself=True)
-            resources.enter_context(late)
+            imported = changing({"triton": lambda _: self._follow_imports()}, self._as_torch_is)
+            resources.enter_context(watched(imported))
             if _LOADING not in os.environ:
                 os.environ[_LOADING] = "LAZY"
                 resources.callback(os.environ.pop, _LOADING, None)
@@ -238,12 +224,6 @@ class Simulation(SimulatedMachine):
             self._of_triton.apply()
 
     @contextmanager
-    def _importing_triton(self) -> Iterator[None]:
-        with self._as_torch_is():
-            yield
-        self._follow_imports()
-
-    @contextmanager
     def _as_torch_is(self) -> Iterator[None]:
         """Restore torch's names and remove modes inside, but for what threads need."""
         if not (self._patches.are_applied and self.threads.exclusive.is_mine):
@@ -256,6 +236,7 @@ class Simulation(SimulatedMachine):
                 self._single_rank.patches.paused(),
                 _disable_current_modes(),
                 _without_function_modes(),
+                paused(),
             ):
                 yield
         finally:

@@ -40,7 +40,7 @@ def start_other(folder: Path) -> subprocess.Popen[str]:
 
 
 def test_what_another_process_takes_is_not_to_be_had_until_it_is_gone(tmp_path: Path) -> None:
-    gpu = SimulatedGPU("T4", torch_version="2.13", alloc_conf="")
+    (gpu,) = SimulatedGPU.machine("T4", torch_version="2.13", alloc_conf="")
     gpu.share(SharedSimulatedDevice(tmp_path, "t4", 15 * GIB))
     with start_other(tmp_path) as other, gpu.active():
         assert torch.cuda.mem_get_info()[0] == gpu.model.total_memory - 10 * GIB
@@ -55,7 +55,7 @@ def test_what_another_process_takes_is_not_to_be_had_until_it_is_gone(tmp_path: 
 
 def test_segments_are_taken_and_given_back(tmp_path: Path) -> None:
     shared = SharedSimulatedDevice(tmp_path, "t4", 15 * GIB)
-    gpu = SimulatedGPU("T4", torch_version="2.13", alloc_conf="")
+    (gpu,) = SimulatedGPU.machine("T4", torch_version="2.13", alloc_conf="")
     gpu.share(shared)
     with gpu.active():
         x = torch.empty(100, device="cuda")

@@ -198,7 +198,6 @@ class DryValues(Values):
             return
         if known:
             self._stated.pop(key, None)
-            self.ranges.by_key.pop(key, None)
         else:
             self.forget(key)
 

@@ -95,19 +95,17 @@ class StandIn(ModuleType):
 
 
 def imported_unpatched(
-    package: str, unpatched: Context, *, itself: bool = False, but: Sequence[str] = ()
+    package: str, unpatched: Context, *, but: Sequence[str] = ()
 ) -> AbstractContextManager[None]:
     """Import the modules of ``package`` inside without replaced names, which they would keep.
 
-    With ``itself`` the package is imported so, with all of its imports, and no module of it that is
-    imported later. ``but`` are parts of it that are imported with replaced names.
+    ``but`` are parts of it that are imported with replaced names.
     """
 
     def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
-        of_stand_in = not itself and isinstance(sys.modules.get(name.rpartition(".")[0]), StandIn)
+        of_stand_in = isinstance(sys.modules.get(name.rpartition(".")[0]), StandIn)
         in_sight = any(f"{name}.".startswith(f"{part}.") for part in but)
-        is_own = name == package if itself else name.startswith(f"{package}.")
-        if not of_stand_in and (in_sight or not is_own):
+        if not of_stand_in and (in_sight or not name.startswith(f"{package}.")):
             return None
         return partial(_UnpatchedLoader, nullcontext if in_sight else unpatched)
 

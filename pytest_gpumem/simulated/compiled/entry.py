@@ -15,20 +15,19 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_stack
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from pytest_gpumem.garbage import FramesCleared
-from pytest_gpumem.late_modules import Context
-from pytest_gpumem.simulated.common.callsite import is_own, refuse, refusing, user_line
+from pytest_gpumem.late_modules import Context, changing, watched
+from pytest_gpumem.simulated.common.callsite import is_own, refusing, user_line
 from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE, RUNS_EAGERLY
-from pytest_gpumem.simulated.common.late_imports import imported_unpatched
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes
 from pytest_gpumem.simulated.compiled.settings import (
@@ -87,7 +86,7 @@ class Compilation:
 
     ``how`` is one of :data:`HOW`. In the context ``unpatched()`` nothing is replaced, in
     ``answering()`` only the functions that answer for the GPU, and in ``code()`` within it
-    everything again. In ``exclusive()`` no other thread uses torch, if it yields ``True``.
+    everything again. In ``exclusively()`` no other thread uses torch.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Compilation:
         answering: Context,
         unpatched: Context,
         code: Context,
-        exclusive: Callable[[], AbstractContextManager[bool]],
+        exclusively: Context,
     ) -> None:
         if how not in HOW:
             raise ValueError(f"compile={how!r}: write one of {', '.join(map(repr, HOW))}")
@@ -106,7 +105,7 @@ class Compilation:
         self._answering = answering
         self._unpatched = unpatched
         self._code = code
-        self._exclusive = exclusive
+        self._exclusively = exclusively
         self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._tracing: Tracing | None = None
         self._patches: Patches | None = None
@@ -131,22 +130,14 @@ class Compilation:
             if self._tracing is not None:
                 self._inside.enter_context(self._tracing.keeping())
             else:
-                late = imported_unpatched(_INDUCTOR, self._importing_inductor, itself=True)
-                self._inside.enter_context(late)
                 self._inside.callback(self._by_itself.close)
-                self._await_inductor()
+                imported = changing({_INDUCTOR: self._await_inductor}, self._unpatched)
+                self._inside.enter_context(watched(imported))
             yield
 
-    @contextmanager
-    def _importing_inductor(self) -> Iterator[None]:
-        with self._unpatched():
-            yield
-        self._await_inductor()
-
-    def _await_inductor(self) -> None:
+    def _await_inductor(self, inductor: ModuleType) -> None:
         """Trace when Inductor is called: a graph need not come from Dynamo."""
-        inductor = sys.modules.get(_INDUCTOR)
-        if inductor is None or self._tracing is not None or torch.__version__ < FOLLOWED_SINCE:
+        if self._tracing is not None or torch.__version__ < FOLLOWED_SINCE:
             return
         write = "_compile_fx_inner"
 
@@ -211,19 +202,6 @@ class Compilation:
         found = self._callbacks[callback]
         self._ran_eagerly |= found is None
         return found
-
-    @contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        """Have exclusive use of torch inside."""
-        with self._exclusive() as is_exclusive:
-            if not is_exclusive:
-                # Replacements are the process's.
-                refuse(
-                    "torch.compile",
-                    "compiles while another thread lives that uses torch, which a simulated GPU "
-                    "cannot follow: run pytest --gpumem-device=dry, or --gpumem-sim-compile=eager",
-                )
-            yield
 
     def _replaced(self, callback: Any) -> Any:
         backend = callback

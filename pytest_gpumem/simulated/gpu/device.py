@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.garbage import Collector
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.common.callsite import provenance
-from pytest_gpumem.simulated.gpu.catalogue import GpuError, GpuModel, find_machine
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel
 from pytest_gpumem.simulated.gpu.estimates import Estimates
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.workspaces import Workspaces, dropout_state_bytes
@@ -34,12 +35,12 @@ class GpuState:
     CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment, the second where torch reads it: see
     :mod:`~pytest_gpumem.simulated.gpu.workspaces`. ``torch_version`` (``"2.6"``) is the
     release whose rules the allocator and the workspaces follow; the default is the torch that runs.
-    Raises ``ValueError`` for an unknown model, version or setting.
+    Raises ``ValueError`` for an unknown version or setting.
     """
 
     def __init__(
         self,
-        model: str | GpuModel,
+        model: GpuModel,
         *,
         alloc_conf: str | None = None,
         torch_version: str | None = None,
@@ -47,13 +48,7 @@ class GpuState:
         index: int = 0,
         timeline: Timeline | None = None,
     ) -> None:
-        machine = find_machine(model)
-        if machine.count > 1:
-            raise GpuError(
-                f"{quoted(model)} is a machine with {machine.count} GPUs and not one of them; "
-                f'write "{machine.model.name}"'
-            )
-        self.model = machine.model
+        self.model = model
         self.version = parse_version(torch_version)
         self.index = index
         self.timeline = Timeline() if timeline is None else timeline
@@ -73,7 +68,7 @@ class GpuState:
         )
         try:
             self._settings = AllocatorSettings.parse(self.alloc_conf, version=self.version)
-            self.allocator = self.empty_memory(index)
+            memory = self.empty_memory(index)
         except AllocatorError as error:
             if alloc_conf is not None:
                 raise
@@ -82,11 +77,13 @@ class GpuState:
                 f"{name}={quoted(self.alloc_conf)} cannot be used: {str(error).rstrip('.')}; "
                 "write it as torch reads it, or unset it"
             ) from error
-        self.workspaces = self.workspaces_in(self.allocator)
+        self._own = self.workspaces_in(memory)
+        self.beside: Callable[[], Workspaces | None] | None = None
+        """Returns the workspaces of a thread that has a memory beside the GPU's own."""
         self.shared: SharedDevice | None = None
         """Memory that other processes allocate from too; ``None`` for a device of one process."""
         self._collector: Collector | None = None
-        self.estimates = Estimates(self.allocator)
+        self.estimates = Estimates(memory)
         self.calls_without_workspace: set[object] = set()
         """Calls of cuDNN whose workspace once did not fit: later ones use none."""
         self.dropout_state = 0
@@ -96,6 +93,16 @@ class GpuState:
     def stream(self) -> int:
         """The handle of the stream that work goes to now: by default the default stream."""
         return 0
+
+    @property
+    def workspaces(self) -> Workspaces:
+        """The libraries' workspaces of the calling thread."""
+        return (self.beside and self.beside()) or self._own
+
+    @property
+    def allocator(self) -> Memory:
+        """The memory of the calling thread."""
+        return self.workspaces.memory
 
     def share(self, shared: SharedDevice | None) -> None:
         """Take memory from ``shared`` from now on; memory held already is not counted there."""
@@ -124,7 +131,7 @@ class GpuState:
         memory.reset_peak_stats()
         memory.collector = self._collector
         memory.observers = self.allocator.observers
-        self.allocator = self.workspaces.memory = memory
+        self._own.memory = memory
         self.estimates = Estimates(memory)
         self.calls_without_workspace.clear()
         self.dropout_state = 0

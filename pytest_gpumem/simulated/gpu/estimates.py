@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -23,7 +22,6 @@ class Estimates:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.live = 0
         """Estimated bytes allocated now."""
         self.clear()
@@ -63,14 +61,7 @@ class Estimates:
 
     def hold(self, tensor: torch.Tensor, nbytes: int, what: str) -> None:
         """``tensor``'s storage has a block of ``nbytes``, which it gives back when it dies."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-
-        def died(_: Any) -> None:
-            del self._storages[key]
-            self.freed(nbytes)
-
-        self._storages[key] = weakref.ref(storage, died)
+        weakref.finalize(tensor.untyped_storage(), self.freed, nbytes).atexit = False
         self.taken(nbytes, what)
 
     @property

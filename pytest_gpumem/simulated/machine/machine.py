@@ -48,10 +48,8 @@ from pytest_gpumem.values.environment import Environment
 class GPU(GpuState):
     """A device in a machine."""
 
-    @cached_property
-    def simulation(self) -> SimulatedMachine:
-        """The machine that this device is in; by default one without other devices."""
-        return SimulatedMachine([self])
+    simulation: SimulatedMachine
+    """The machine that this device is in."""
 
     @property
     def stream(self) -> int:

@@ -319,24 +319,16 @@ _INVALID = 1
 
 
 class Pinned:
-    """Storages of the host that count as page-locked, by the address of their ``StorageImpl``."""
+    """Storages of the host that count as page-locked."""
 
     def __init__(self) -> None:
-        self._by_key: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._registered: dict[int, int] = {}
         """Address and size of memory registered by ``cudaHostRegister``."""
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Remember ``tensor``'s storage as pinned."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._by_key:
-            return tensor
-
-        def died(_: weakref.ref[torch.UntypedStorage]) -> None:
-            del self._by_key[key]
-
-        self._by_key[key] = weakref.ref(storage, died)
+        self._storages.add(tensor.untyped_storage())
         return tensor
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -346,7 +338,7 @@ class Pinned:
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         """Return whether ``storage`` is pinned."""
-        if self._by_key and storage._cdata in self._by_key:
+        if storage in self._storages:
             return True
         address = _pointer(storage) if self._registered else 0
         return any(begin <= address < begin + size for begin, size in self._registered.items())

@@ -73,13 +73,6 @@ def make_importable(note: Callable[[str], None]) -> Iterator[None]:
     with _cached_answers_cleared():
         _listeners.append(note)
         sys.meta_path.append(finder)
-        sys.modules.update(
-            {
-                name: module
-                for name, module in _modules.items()
-                if name not in sys.modules and finder.stands_for(name)
-            }
-        )
         try:
             yield
         finally:
@@ -124,21 +117,15 @@ _ANY = DistributionFinder.Context()
 class _Finder(DistributionFinder):
     """Finds modules and metadata of the library where no other finder does."""
 
-    def stands_for(self, module: str) -> bool:
-        """Return whether ``module`` is of the library, and not installed."""
-        return module.partition(".")[0] == PACKAGE and _is_missing()
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not self.stands_for(fullname):
+        if fullname.partition(".")[0] != PACKAGE or not _is_missing():
             return None
-        if fullname == PACKAGE or _has_none(fullname):  # a check if it is there imports nothing
-            return ModuleSpec(fullname, _Making(), is_package=True)
-        names = _contents()
-        if fullname not in names:
+        # Of what there is no stand-in for, a check if it is there imports nothing.
+        is_package = fullname == PACKAGE or _has_none(fullname)
+        if not is_package and fullname not in _contents():
             return None
-        is_package = any(name.startswith(f"{fullname}.") for name in names)
         return ModuleSpec(fullname, _Making(), is_package=is_package)
 
     def find_distributions(
@@ -165,8 +152,9 @@ class _Making(Loader):
         return _modules.get(spec.name) or StandInModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(_contents()[module.__name__])
-        _modules[module.__name__] = module
+        if module.__name__ not in _modules:
+            vars(module).update(_contents()[module.__name__])
+            _modules[module.__name__] = module
 
 
 class _Metadata(Distribution):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     state: dict[str, Any] = {
         "_initialized": True,
         "_cached_device_count": count,
-        "_get_device_properties": lambda index: DeviceProperties.of(machine.device(index)),
+        "_get_device_properties": lambda index: properties_of(machine.device(index)),
         "_exchange_device": functions["_cuda_exchangeDevice"],
         "_maybe_exchange_device": functions["_cuda_exchangeDevice"],
         "_is_in_bad_fork": functions["_cuda_isInBadFork"],
@@ -271,55 +271,14 @@ class Uuid(uuid.UUID):
         return list(self.int.to_bytes(16, "big"))
 
 
-@dataclass(frozen=True, repr=False)
-class DeviceProperties:
+class DeviceProperties(SimpleNamespace):
     """``torch.cuda.get_device_properties()`` of a simulated GPU; sizes in bytes.
 
     Clock rates, which newer releases have too, are not there: a simulated GPU has no clock. Nor is
     the width of the memory bus, on which no memory depends.
     """
 
-    name: str
-    major: int
-    minor: int
-    total_memory: int
-    multi_processor_count: int
-    max_threads_per_multi_processor: int
-    L2_cache_size: int
-    shared_memory_per_multiprocessor: int
-    shared_memory_per_block_optin: int
-    uuid: Uuid
-    gcnArchName: str  # torch's own name
-    pci_bus_id: int
-    pci_device_id: int = 0
-    pci_domain_id: int = 0
-    shared_memory_per_block: int = 48 * KIB
-    max_threads_per_block: int = 1024
-    warp_size: int = 32
-    is_integrated: int = 0
-    is_multi_gpu_board: int = 0
-    regs_per_multiprocessor: int = 65536
-
-    @classmethod
-    def of(cls, gpu: GPU) -> DeviceProperties:
-        """Return the properties of ``gpu``."""
-        model = gpu.model
-        capability = model.compute_capability
-        limits = limits_of(capability)
-        return cls(
-            name=model.full_name,
-            major=capability[0],
-            minor=capability[1],
-            total_memory=model.total_memory,
-            multi_processor_count=model.sm_count,
-            max_threads_per_multi_processor=model.max_threads_per_sm,
-            L2_cache_size=model.l2_cache_bytes,
-            shared_memory_per_multiprocessor=limits.shared_memory,
-            shared_memory_per_block_optin=limits.shared_memory_per_block,
-            uuid=Uuid(str(uuid.uuid5(uuid.NAMESPACE_OID, f"{model.name}/{gpu.index}"))),
-            gcnArchName=model.full_name,
-            pci_bus_id=gpu.index,
-        )
+    __hash__ = object.__hash__  # type: ignore[assignment]  # as torch's own has
 
     def __repr__(self) -> str:
         # torch/csrc/cuda/Module.cpp, registerCudaDeviceProperties
@@ -330,3 +289,31 @@ class DeviceProperties:
             f"pci_bus_id={self.pci_bus_id}, pci_device_id={self.pci_device_id}, "
             f"pci_domain_id={self.pci_domain_id}, L2_cache_size={self.L2_cache_size // MIB}MB)"
         )
+
+
+def properties_of(gpu: GPU) -> DeviceProperties:
+    """Return the properties of ``gpu``, by torch's names."""
+    model = gpu.model
+    limits = limits_of(model.compute_capability)
+    return DeviceProperties(
+        name=model.full_name,
+        major=model.compute_capability[0],
+        minor=model.compute_capability[1],
+        total_memory=model.total_memory,
+        multi_processor_count=model.sm_count,
+        max_threads_per_multi_processor=model.max_threads_per_sm,
+        max_threads_per_block=1024,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        L2_cache_size=model.l2_cache_bytes,
+        shared_memory_per_multiprocessor=limits.shared_memory,
+        shared_memory_per_block=48 * KIB,
+        shared_memory_per_block_optin=limits.shared_memory_per_block,
+        uuid=Uuid(str(uuid.uuid5(uuid.NAMESPACE_OID, f"{model.name}/{gpu.index}"))),
+        gcnArchName=model.full_name,
+        pci_bus_id=gpu.index,
+        pci_device_id=0,
+        pci_domain_id=0,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+    )

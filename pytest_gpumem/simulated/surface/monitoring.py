@@ -8,7 +8,7 @@ do nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -106,28 +106,17 @@ class Runtime:
     cudaError = _Error  # noqa: N815  # CUDA's own name
 
     def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine = machine
+        self._functions: Mapping[str, Callable[..., Any]] = {
+            "cudaGetErrorString": lambda code: _ERRORS.get(int(code), "unrecognized error code"),
+            "cudaMemGetInfo": lambda device: machine.device(device).free_and_total,
+            "cudaHostRegister": lambda ptr, size, flags: machine.pinned.register(ptr, size),
+            "cudaHostUnregister": machine.pinned.unregister,
+        }
 
-    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802  # CUDA's own name
-        """Return the text of a result code."""
-        return _ERRORS.get(int(code), "unrecognized error code")
-
-    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802  # CUDA's own name
-        """Free and total bytes."""
-        return self._machine.device(device).free_and_total
-
-    def cudaHostRegister(self, ptr: int, size: int, flags: int) -> int:  # noqa: N802  # CUDA's
-        """Page-lock memory of the host; return the result code."""
-        return self._machine.pinned.register(ptr, size)
-
-    def cudaHostUnregister(self, ptr: int) -> int:  # noqa: N802  # CUDA's own name
-        """Unlock memory of the host; return the result code."""
-        return self._machine.pinned.unregister(ptr)
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if not name.startswith("cuda"):
             raise AttributeError(name)
-        return lambda *_: 0
+        return self._functions.get(name, lambda *_: 0)
 
 
 class _Ranges:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.thread import _worker
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import partial
 from threading import get_ident
 from time import monotonic, sleep
 from traceback import walk_stack
@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data._utils import pin_memory as loaders
 
+from pytest_gpumem.simulated.common.callsite import refuse
 from pytest_gpumem.simulated.common.patching import Patches, having
-from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.workspaces import Workspaces
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
-from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.surface import compilers
 from pytest_gpumem.values.errors import SimulationError
 
@@ -195,75 +195,24 @@ class Threads:
         self._separate_memory()
 
     def _separate_memory(self) -> None:
+        """Give threads of earlier tests a memory of their own for as long as there are any."""
         for gpu in self._machine.gpus:
-            _separate_memory(gpu, self._leftovers, self._note)
+            if not self._leftovers:
+                gpu.beside = None
+            elif gpu.beside is None:
+                # At no address of another GPU.
+                memory = gpu.empty_memory(gpu.index + len(self._machine.gpus))
+                gpu.beside = partial(self._if_left_over, gpu.workspaces_in(memory))
 
-    def _note(self, thread: int) -> None:
-        task = self._leftovers[thread]
+    def _if_left_over(self, workspaces: Workspaces) -> Workspaces | None:
+        """Return ``workspaces`` to a thread of an earlier test, with a note."""
+        task = self._leftovers.get(get_ident())
+        if task is None:
+            return None
         self._machine.note(
             f"{task.owner} left {task.name!r} running in a thread: what it allocates is not charged"
         )
-
-
-class GPUWithLeftoverThreads(GPU):
-    """A GPU with a memory beside its own, for threads of earlier tests.
-
-    A GPU without such threads does not ask which thread uses it.
-    """
-
-    leftovers: Collection[int]
-    """The threads of earlier tests."""
-    met: Callable[[int], None]
-    """Called with each of these threads that uses the GPU."""
-    beside: tuple[Memory, Workspaces]
-    """Memory and workspaces of these threads."""
-    own_class: type[GPU]
-    """The class of the GPU without these threads."""
-
-    # Properties take precedence over the instance's attributes.
-
-    @property
-    def allocator(self) -> Memory:
-        """The memory of the calling thread."""
-        own: Memory = vars(self)["allocator"]
-        thread = get_ident()
-        if thread not in self.leftovers:
-            return own
-        self.met(thread)
-        return self.beside[0]
-
-    @allocator.setter
-    def allocator(self, memory: Memory) -> None:
-        vars(self)["allocator"] = memory
-
-    @property
-    def workspaces(self) -> Workspaces:
-        """The workspaces of the calling thread."""
-        own: Workspaces = vars(self)["workspaces"]
-        return self.beside[1] if get_ident() in self.leftovers else own
-
-    @workspaces.setter
-    def workspaces(self, workspaces: Workspaces) -> None:
-        vars(self)["workspaces"] = workspaces
-
-
-def _separate_memory(gpu: GPU, leftovers: Collection[int], met: Callable[[int], None]) -> None:
-    """Give ``leftovers`` a memory of their own on ``gpu`` for as long as there are any."""
-    shared: Any = gpu
-    if not leftovers:
-        shared.__class__ = getattr(gpu, "own_class", type(gpu))
-    elif not isinstance(gpu, GPUWithLeftoverThreads):
-        memory = gpu.empty_memory(gpu.index + len(gpu.simulation.gpus))  # no address of another
-        shared.beside = memory, gpu.workspaces_in(memory)
-        shared.leftovers, shared.met = leftovers, met
-        kind: Any = type(gpu)
-        shared.__class__ = _kind_with_leftover_threads(kind)
-
-
-@cache
-def _kind_with_leftover_threads(kind: Any) -> type[GPUWithLeftoverThreads]:
-    """Return the class of a GPU of ``kind`` while there are such threads."""
-    return type(f"Shared{kind.__name__}", (GPUWithLeftoverThreads, kind), {"own_class": kind})
+        return workspaces
 
 
 _LOADERS_LOOP = "_pin_memory_loop"
@@ -297,20 +246,21 @@ class Exclusive:
         return self._execution.lock is None or self._holder == get_ident()
 
     @contextmanager
-    def taken(self) -> Iterator[bool]:
-        """Have exclusive use inside; yield ``False`` if another thread lives."""
+    def taken(self) -> Iterator[None]:
+        """Have exclusive use inside, which is refused while another thread lives."""
         lock = self._execution.lock
         if lock is None or self.is_mine:
-            yield True
-        elif not self._is_alone():
-            yield False
-        else:
-            with lock:
-                self._holder = get_ident()
-                try:
-                    yield True
-                finally:
-                    self._holder = None
+            yield
+            return
+        if not self._is_alone():
+            # Replacements are the process's.
+            refuse(
+                "torch.compile",
+                "compiles while another thread lives that uses torch, which a simulated GPU "
+                "cannot follow: run pytest --gpumem-device=dry, or --gpumem-sim-compile=eager",
+            )
+        with lock, having(self, "_holder", get_ident()):
+            yield
 
     def _is_alone(self) -> bool:
         until = monotonic() + self.patience

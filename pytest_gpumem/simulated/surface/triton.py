@@ -27,7 +27,7 @@ from pytest_gpumem.simulated.operators.custom_kernels import (
     path_of,
 )
 from pytest_gpumem.simulated.operators.triton_stores import Stores
-from pytest_gpumem.simulated.surface.cuda import DeviceProperties
+from pytest_gpumem.simulated.surface.cuda import properties_of
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 RunKernel = Callable[..., Any]
@@ -206,7 +206,7 @@ class _Utils:
 
     def get_device_properties(self, index: int) -> dict[str, int]:
         """Return shared memory (bytes), registers, multiprocessors and threads of a warp."""
-        properties = DeviceProperties.of(self._machine.device(index))
+        properties = properties_of(self._machine.device(index))
         return _Properties(
             max_shared_mem=properties.shared_memory_per_block_optin,
             max_num_regs=properties.regs_per_multiprocessor,

@@ -272,7 +272,8 @@ def test_a_custom_operator_for_gpus_alone_runs_eagerly() -> None:
 
 
 def test_a_kernel_launched_for_the_cpu_computes_nothing() -> None:
-    with SimulatedGPU("A100-40GB", real_values=True, compile="always").active() as gpu:
+    (gpu,) = SimulatedGPU.machine("A100-40GB", real_values=True, compile="always")
+    with gpu.active():
         running.append(gpu.simulation)
         y = compiled(lambda x: launching(x.sin()) + 1)(torch.ones(3, device="cuda"))
         with pytest.raises(UnknownValueError, match="launching"):

@@ -91,6 +91,15 @@ def test_the_result_of_a_comparison_is_known_until_it_is_written_to(
             mask.all().item()
 
 
+def test_where_one_of_equal_elements_was_found_is_not_known() -> None:
+    with simulate("T4"):
+        mask = torch.randint(10, (10, LARGE), device="cuda") >= 0
+        found = mask.max(dim=1)
+        assert found.values.all().item()
+        with pytest.raises(UnknownValueError):
+            assert (found.indices == 1).all()
+
+
 def test_what_it_can_be_is_not_taken_for_granted() -> None:
     with simulate("T4"):
         x = torch.randint(10, (LARGE,), device="cuda")

@@ -26,7 +26,7 @@ def renew(gpu: SimulatedGPU, *logs: SetupLog) -> None:
 
 
 def test_what_was_set_up_moves_into_the_new_allocator() -> None:
-    gpu = SimulatedGPU("T4", torch_version="2.6")
+    (gpu,) = SimulatedGPU.machine("T4", torch_version="2.6")
     with gpu.active():
         log, model = set_up(gpu)
         alone = (gpu.allocator.allocated, gpu.allocator.reserved)
@@ -43,7 +43,7 @@ def test_what_was_set_up_moves_into_the_new_allocator() -> None:
 
 
 def test_what_died_since_is_not_set_up_again() -> None:
-    gpu = SimulatedGPU("T4")
+    (gpu,) = SimulatedGPU.machine("T4")
     with gpu.active():
         log, model = set_up(gpu)
         del model.bias
@@ -55,7 +55,7 @@ def test_what_died_since_is_not_set_up_again() -> None:
 
 
 def test_an_address_that_somebody_else_has_now_is_not_theirs() -> None:
-    gpu = SimulatedGPU("T4")
+    (gpu,) = SimulatedGPU.machine("T4")
     with gpu.active():
         with gpu.logging() as log:
             x = torch.empty(1024, dtype=torch.uint8, device="cuda")
@@ -68,7 +68,7 @@ def test_an_address_that_somebody_else_has_now_is_not_theirs() -> None:
 
 
 def test_a_log_inside_another_keeps_its_own_events() -> None:
-    gpu = SimulatedGPU("T4")
+    (gpu,) = SimulatedGPU.machine("T4")
     with gpu.active(), gpu.logging() as outer:
         a = torch.empty(512, device="cuda")
         with gpu.logging() as inner:
@@ -83,7 +83,7 @@ def test_a_log_inside_another_keeps_its_own_events() -> None:
 
 
 def test_renewing_twice_follows_the_blocks() -> None:
-    gpu = SimulatedGPU("T4")
+    (gpu,) = SimulatedGPU.machine("T4")
     with gpu.active():
         log, model = set_up(gpu)
         for _ in range(3):
@@ -97,7 +97,7 @@ def test_renewing_twice_follows_the_blocks() -> None:
 
 @pytest.mark.parametrize("history", [True, False])
 def test_workspaces_do_not_survive(history: bool) -> None:
-    gpu = SimulatedGPU("T4", torch_version="2.6")
+    (gpu,) = SimulatedGPU.machine("T4", torch_version="2.6")
     gpu.allocator.history = history
     with gpu.active():
         log, model = set_up(gpu)

@@ -74,7 +74,7 @@ class TestConvolutionsByName:
 
     def test_they_take_what_a_convolution_takes(self) -> None:
         def run(name: str) -> list[int]:
-            gpu = SimulatedGPU("T4")
+            (gpu,) = SimulatedGPU.machine("T4")
             with gpu.active():
                 x = torch.ones(4, 8, 16, 16, device="cuda")
                 weight = torch.ones(8, 8, 3, 3, device="cuda")

@@ -62,7 +62,7 @@ def test_code_that_keeps_a_module_finds_the_same_one_later() -> None:
 
 
 def test_a_simulation_may_be_without_it() -> None:
-    with SimulatedGPU("T4", stand_ins=False).active():
+    with SimulatedGPU.machine("T4", stand_ins=False)[0].active():
         assert not is_there()
 
 

@@ -24,7 +24,7 @@ OF_PYTHON = {
 
 
 def replaced() -> list[tuple[Any, str]]:
-    simulation = SimulatedGPU("A100-40GB").simulation
+    simulation = SimulatedGPU.machine("A100-40GB")[0].simulation
     lists = (
         simulation._patches,
         simulation._single_rank.patches,

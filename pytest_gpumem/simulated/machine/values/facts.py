@@ -1,7 +1,11 @@
-"""Facts about tensors beside values: that all elements are equal, or that some are infinite.
+"""Facts about tensors beside values: that all elements are equal or bounded, or some infinite.
 
 A mask of any size is known where every element of it is the same. Nothing is computed for each
 element, nor kept.
+
+Random integers are bounded: ``(labels != -100).sum()`` is known of labels that were not drawn.
+``torch.randint(low, high, ...)`` holds integers from ``low`` to ``high - 1``, and so does a tensor
+copied, cut or put together from such tensors; anything written to them ends that.
 """
 
 from __future__ import annotations
@@ -9,28 +13,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from pytest_gpumem.simulated.common.raw import META, tensors_in
+from pytest_gpumem.simulated.common.raw import META, is_integer, tensors_in
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
-_ELEMENTWISE = frozenset(
+_COMPARISONS = frozenset("eq ne lt le gt ge".split())
+_ELEMENTWISE = _COMPARISONS.union(
     "logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or "
-    "bitwise_xor mul eq ne lt le gt ge".split()
+    "bitwise_xor mul".split()
 )
-_SAME = frozenset(
-    "clone _to_copy any all amax amin max min mean index_select cat stack flip roll".split()
-)
-"""Operators whose results hold the elements of their first argument."""
+_COPYING = frozenset("clone _to_copy index_select cat stack flip roll repeat".split())
+"""Operators whose results hold only elements of their first argument."""
+_SAME = _COPYING.union("any all amax amin max min mean".split())
+"""Operators whose results are the one value of their first argument, where it has no other."""
 _COUNTING = frozenset({"sum", "count_nonzero"})
 _SOURCES = {"aten::_to_copy": 0, "aten::copy_": 1}
 """Position of the argument that is copied."""
+
+
+class Bounds(NamedTuple):
+    """The least and the greatest integer that a tensor of ``dtype`` holds, both included."""
+
+    dtype: torch.dtype
+    least: int
+    greatest: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class Fact:
     """Whether that, or the values that are kept of it, go back to an assumption."""
     infinite: Infinity = Infinity.NONE
     """Whether the program has put infinities or NaN in it."""
+    bounds: Bounds | None = None
+    """The least and the greatest of its integers, where these are random."""
 
 
 class ValueFacts:
@@ -83,19 +98,24 @@ class ValueFacts:
         """Return the fact about the results of ``operator`` that follows from its arguments."""
         given = [*args, *kwargs.values()]
         infinite = self._infinity_from_arguments(operator, args, kwargs)
-        if not self.by_key:
-            return Fact(infinite=infinite) if infinite else None
+        name = operator.name.removeprefix("aten::").removesuffix("_")
+        known = self.by_key and [
+            tensor for tensor in tensors_in(given) if storage_key(tensor) in self.by_key
+        ]
+        if not known and not (self.by_key and name in _ELEMENTWISE):
+            bounds = _drawn(args) if name == "randint" else None
+            return Fact(infinite=infinite, bounds=bounds) if infinite or bounds else None
         read = given[1:] if operator.overwrites else given
         found = list(map(self.infinity, tensors_in(read)))
         infinite = max(infinite, finite.passed_on(operator.name, found))
-        name = operator.name.removeprefix("aten::").removesuffix("_")
-        value = None
+        value = bounds = None
         if not infinite and name in _ELEMENTWISE:
-            value = self._elementwise(operator, args)
+            value = self._elementwise(operator, name, args)
         elif not infinite and (name in _SAME or name in _COUNTING):
             value = self._of_equal(args[0])
-        assumed = self.is_assumed(given)
-        return Fact(value, assumed, infinite) if assumed or infinite or value is not None else None
+            bounds = self._of_bounded(args[0]) if name in _COPYING else None
+        fact = Fact(value, self.is_assumed(known), infinite, bounds)
+        return None if fact == Fact() else fact
 
     def _infinity_from_arguments(self, operator: Operator, args: Args, kwargs: Kwargs) -> Infinity:
         """Return the kind of infinity that a number, or few numbers from the host, bring in."""
@@ -125,8 +145,30 @@ class ValueFacts:
             return None
         return first
 
-    def _elementwise(self, operator: Operator, args: Args) -> torch.Tensor | None:
+    def _of_bounded(self, given: Any) -> Bounds | None:
+        """Return the bounds of a tensor, or of all tensors of a list."""
+        found = list(map(self._bounds, tensors_in(given)))
+        known = [bounds for bounds in found if bounds is not None]
+        if not known or len(known) < len(found):
+            return None
+        least, greatest = min(each.least for each in known), max(each.greatest for each in known)
+        return Bounds(known[0].dtype, least, greatest)
+
+    def _bounds(self, tensor: torch.Tensor) -> Bounds | None:
+        fact = self.of(tensor)
+        bounds = None if fact is None else fact.bounds
+        return bounds if bounds and bounds.dtype is tensor.dtype else None
+
+    def _elementwise(self, operator: Operator, name: str, args: Args) -> torch.Tensor | None:
         choices = [self._choices(value) for value in args]
+        bounds = self._bounds(args[0]) if name in _COMPARISONS else None
+        *_, number = args
+        if bounds is not None and isinstance(number, (int, float)):
+            # From the least to the greatest a result changes at the other number, if at all.
+            numbers = {bounds.least, bounds.greatest}
+            if bounds.least < number < bounds.greatest:
+                numbers.add(int(number))
+            choices[0] = [torch.tensor(each, dtype=bounds.dtype, device="cpu") for each in numbers]
         results = [
             # Where it writes, to a copy.
             operator.func(*(v.clone() if isinstance(v, torch.Tensor) else v for v in chosen))
@@ -157,9 +199,25 @@ def of_result(operator: Operator, fact: Fact, source: Any, result: torch.Tensor)
     number = result.dtype.is_floating_point or result.dtype.is_complex
     infinite = fact.infinite if number else Infinity.NONE
     if value is None:
-        return Fact(None, fact.assumed, infinite)
+        return Fact(None, fact.assumed, infinite, _of_type(fact.bounds, result.dtype))
     name = operator.name.removeprefix("aten::")
     if name in _COUNTING and isinstance(source, torch.Tensor) and result.numel():
         each = value.ne(0) if name == "count_nonzero" else value
         value = each * (source.numel() // result.numel())
     return Fact(value.to(result.dtype), fact.assumed, infinite)
+
+
+def _of_type(bounds: Bounds | None, dtype: torch.dtype) -> Bounds | None:
+    """Return ``bounds`` of a tensor that was converted to ``dtype``."""
+    if bounds is None or not is_integer(dtype):
+        return None
+    limits = torch.iinfo(dtype)
+    fits = limits.min <= bounds.least and bounds.greatest <= limits.max
+    return bounds._replace(dtype=dtype) if fits else None
+
+
+def _drawn(args: Args) -> Bounds | None:
+    """Return the bounds of ``randint(high, size)`` or ``randint(low, high, size)``."""
+    numbers = [value for value in args[:2] if isinstance(value, int)]
+    low, high = (0, *numbers)[-2:] if numbers else (0, 0)
+    return Bounds(torch.int64, low, high - 1) if high > low else None

@@ -1,16 +1,10 @@
-"""Values that are kept on the CPU, by the storage they belong to.
-
-Ranges of random integers: ``(labels != -100).sum()`` is known of labels that were not drawn.
-
-``torch.randint(low, high, ...)`` holds integers from ``low`` to ``high - 1``, and so does a tensor
-copied, cut or put together from such tensors; anything written to them ends that.
-"""
+"""Values that are kept on the CPU, by the storage they belong to."""
 
 from __future__ import annotations
 
-import operator as comparing
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +35,6 @@ class KnownValues:
         """By key: all elements of the storage, flat, on the CPU."""
         self._stated: dict[int, Fact] = {}
         """Other facts about a storage, by key."""
-        self.ranges = Ranges(self._watch)
         self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages without a block, whose values must not outlive them either."""
         self._uninitialized: set[int] = set()
@@ -65,8 +58,6 @@ class KnownValues:
         self._uninitialized.discard(key)
         if self._stated:
             self._stated.pop(key, None)
-        if self.ranges.by_key:
-            self.ranges.by_key.pop(key, None)
         base = self._bases.pop(key, None)
         if base is not None and self.everything:
             self._held -= base.nbytes
@@ -81,7 +72,8 @@ class KnownValues:
     def resized(self, tensor: torch.Tensor) -> None:
         """Follow a storage that was resized in place: added elements are undefined."""
         key = storage_key(tensor)
-        self.ranges.wrote([tensor])
+        if (fact := self._stated.get(key)) is not None:
+            self._stated[key] = replace(fact, value=None, bounds=None)
         base = self._bases.get(key)
         size = 0 if base is None else self._elements(tensor, base.dtype)
         if base is None or size <= base.numel():
@@ -200,19 +192,6 @@ class KnownValues:
         self._held += nbytes
 
 
-Range = tuple[int, int]
-"""The least and the greatest integer, both included."""
-
-_DRAWN = "aten::randint"
-_COPYING = frozenset(
-    f"aten::{name}" for name in "clone _to_copy index_select cat stack flip roll repeat".split()
-)
-"""Operators whose results hold only elements of their first argument."""
-_ORDER: dict[str, Callable[[int, Any], bool]] = {
-    f"aten::{name}": getattr(comparing, name) for name in ("lt", "le", "gt", "ge")
-}
-
-
 def _pairs(result: Any, computed: Any) -> Iterator[tuple[torch.Tensor, Any]]:
     """Yield the tensors of the device in ``result``, each with what was computed for it."""
     if isinstance(result, (list, tuple)):
@@ -221,62 +200,3 @@ def _pairs(result: Any, computed: Any) -> Iterator[tuple[torch.Tensor, Any]]:
                 yield from _pairs(one, other)
     elif isinstance(result, torch.Tensor) and raw.is_on_device(result):
         yield result, computed
-
-
-class Ranges:
-    """The ranges of one simulation, by the address of the storage they belong to."""
-
-    def __init__(self, watch: Callable[[torch.Tensor], None]) -> None:
-        """Call ``watch`` for each tensor whose range is to end with its storage."""
-        self._watch = watch
-        self.by_key: dict[int, tuple[torch.dtype, Range]] = {}
-
-    def made(self, name: str, args: Args, result: Any) -> None:
-        """Remember the numbers that the operator ``name`` has drawn, or copied."""
-        found = _drawn(args) if name == _DRAWN else self._copied(name, args)
-        if found is None or not isinstance(result, torch.Tensor) or not raw.is_on_device(result):
-            return
-        dtype = result.dtype
-        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-            return
-        if torch.iinfo(dtype).min <= found[0] and found[1] <= torch.iinfo(dtype).max:
-            self.by_key[storage_key(result)] = dtype, found
-            self._watch(result)
-
-    def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Forget the ranges of ``tensors``."""
-        for tensor in tensors:
-            self.by_key.pop(storage_key(tensor), None)
-
-    def compared(self, name: str, args: Args) -> bool | None:
-        """Return the result of comparison ``name`` for every element; ``None`` if it is unknown."""
-        found = self._of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-        if found is None or len(args) < 2 or not isinstance(args[1], (int, float)):
-            return None
-        low, high = found
-        if name in ("aten::eq", "aten::ne"):
-            return name == "aten::ne" if not low <= args[1] <= high else None
-        order = _ORDER.get(name)
-        if order is None or order(low, args[1]) != order(high, args[1]):
-            return None
-        return order(low, args[1])
-
-    def _copied(self, name: str, args: Args) -> Range | None:
-        if name not in _COPYING or not self.by_key or not args:
-            return None
-        found = [self._of(tensor) for tensor in raw.tensors_in(args[0])]
-        known = [each for each in found if each is not None]
-        if not known or len(known) < len(found):
-            return None
-        return min(low for low, _ in known), max(high for _, high in known)
-
-    def _of(self, tensor: torch.Tensor) -> Range | None:
-        dtype, found = self.by_key.get(storage_key(tensor), (None, None))
-        return found if dtype is tensor.dtype else None
-
-
-def _drawn(args: Args) -> Range | None:
-    """Return the range of ``randint(high, size)`` or ``randint(low, high, size)``."""
-    numbers = [value for value in args[:2] if isinstance(value, int)]
-    low, high = (0, *numbers)[-2:] if numbers else (0, 0)
-    return (low, high - 1) if high > low else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,14 +42,11 @@ class Values(Reading):
         if self._ignoring or self.records(operator, args, kwargs, result):
             return
         fact = self._fact(operator, args, kwargs)
-        answer = self._by_range(operator, args, kwargs, result)
         if operator.written:
             self._write(operator, args, kwargs, result)
         elif self._bases and self._known(args, kwargs):
             self._derive(operator, args, kwargs, result)
-        elif answer is not None:
-            self._set_fact(result, Fact(torch.tensor(answer, device=raw.CPU)))
-        elif self.assumes:
+        elif self.assumes and (fact is None or fact.value is None):
             self._assume(operator, args, result)
         self._state(fact, operator, args, kwargs, result)
 
@@ -69,7 +67,6 @@ class Values(Reading):
         if self._ignoring or self.records(operator, args, kwargs, result):
             return
         fact = self._fact(operator, args, kwargs)
-        self._by_range(operator, args, kwargs, result)
         if operator.targets(args, kwargs):
             self._write(operator, args, kwargs, result)
             self._state(fact, operator, args, kwargs, result)
@@ -138,19 +135,7 @@ class Values(Reading):
         fact = self._fact(operator, args, kwargs, uploads=uploads)
         if self.everything or not operator.undefined:
             self._make(operator, args, kwargs, result)
-        if not self.everything:
-            self.ranges.made(operator.name, args, result)
         self._state(fact, operator, args, kwargs, result)
-
-    def _by_range(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> bool | None:
-        """Return the result of a comparison of random integers for every element, else ``None``."""
-        if not self.ranges.by_key:
-            return None
-        if operator.written:
-            self.ranges.wrote(operator.targets(args, kwargs))
-            return None
-        self.ranges.made(operator.name, args, result)
-        return self.ranges.compared(operator.name, args)
 
     def _make(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         if operator.uninitialized and result.numel():
@@ -198,22 +183,23 @@ class Values(Reading):
         self, operator: Operator, args: Args, kwargs: Kwargs, *, uploads: bool = False
     ) -> Fact | None:
         """Return the fact about the results; ``uploads``: their numbers come from the host."""
-        matters = self.facts.by_key or operator.fills or uploads
+        matters = self.facts.by_key or operator.fills or operator.random or uploads
         return self.facts.of_results(operator, args, kwargs) if matters and self.assumes else None
 
     def _state(
         self, fact: Fact | None, operator: Operator, args: Args, kwargs: Kwargs, result: Any
     ) -> None:
         """Set ``fact`` for the tensors that an operator has just made, or written to."""
-        if fact is None and (not self._stated or operator.moves_views):
+        if fact is None:
+            if self._stated and not operator.moves_views:
+                for tensor in operator.targets(args, kwargs) if operator.written else ():
+                    self._stated.pop(storage_key(tensor), None)
             return
         targets = operator.targets(args, kwargs)
-        if fact is None:
-            for tensor in targets:
-                self._stated.pop(storage_key(tensor), None)
-            return
-        for tensor in targets or on_device(result):
+        for at, tensor in enumerate(targets or on_device(result)):
             stated = of_result(operator, fact, args[0], tensor)
+            if at:  # the places of what ``max`` has found
+                stated = replace(stated, value=None)
             if targets or self.facts.of(tensor) is None:
                 if targets and not self._covers(tensor):
                     stated = Fact(None, stated.assumed, stated.infinite)
