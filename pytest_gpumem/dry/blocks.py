@@ -165,8 +165,9 @@ _EMPTY_GRAPHS: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
 def _make_empty_graphs() -> None:
     """Make what :func:`wait_for_threads` runs on each GPU, before a test, whose nodes count."""
+    extension: Any = torch._C
     for index in range(torch.cuda.device_count()):
-        if index not in _EMPTY_GRAPHS and torch._C._cuda_hasPrimaryContext(index):
+        if index not in _EMPTY_GRAPHS and extension._cuda_hasPrimaryContext(index):
             with torch.enable_grad():
                 leaf = torch.empty(0, device=f"cuda:{index}", requires_grad=True)
                 root = torch.ops.aten.alias(leaf)
