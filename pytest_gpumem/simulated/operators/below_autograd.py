@@ -4,11 +4,11 @@ They have no kernel of CUDA's own: CompositeExplicitAutograd in native_functions
 CPU and CUDA, where ``meta`` has a kernel only for the shape of the result. Source:
 aten/src/ATen/native/Distance.cpp (_euclidean_dist, which cdist_impl takes for more than 25 rows),
 AffineGridGenerator.cpp, Loss.cpp (binary_cross_entropy_with_logits),
-ReduceOps.cpp (dist, logsumexp), BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma),
+ReduceOps.cpp (dist, logsumexp), BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma), PackedSequence.cpp,
 TensorAdvancedIndexing.cpp (_unsafe_masked_index, masked_scatter_backward), TensorCompare.cpp
-(isinf), Linear.cpp (_trilinear), LinearAlgebra.cpp (linalg_polar, linalg_matrix_sqrth: new in
-2.15) and transformers/transformer.cpp
-(transformer_encoder_layer_forward), torch 2.6 to 2.15.
+(isinf), Linear.cpp (_trilinear), LinearAlgebra.cpp (_linalg_det_out, _linalg_slogdet_out,
+linalg_polar, linalg_matrix_sqrth: new in 2.15), transformers/attention.cpp (_safe_softmax) and
+transformer.cpp (transformer_encoder_layer_forward), torch 2.6 to 2.15.
 
 Kernels of other libraries are built from torch's operators, too: torchvision's (``vision``), and
 bitsandbytes'. It packs weights to 4 and 8 bits and multiplies by
@@ -38,12 +38,14 @@ from pytest_gpumem.simulated.operators import vision
 from pytest_gpumem.simulated.operators.rules import Composite
 
 _BUILT = """
-    _euclidean_dist.default _transformer_encoder_layer_fwd.default _trilinear.default
-    _unsafe_masked_index.default _unsafe_masked_index_put_accumulate.default
-    affine_grid_generator.default binary_cross_entropy_with_logits.default dist.default
-    isinf.default ldexp.Tensor ldexp_.default linalg_matrix_sqrth.default
-    linalg_pinv.atol_rtol_tensor linalg_polar.default linalg_polar.out logsumexp.default
-    logsumexp.out masked_scatter_backward.default mvlgamma.default mvlgamma_.default
+    _euclidean_dist.default _linalg_det.default _linalg_det.result _linalg_slogdet.default
+    _linalg_slogdet.sign _pack_padded_sequence.default _safe_softmax.default
+    _transformer_encoder_layer_fwd.default _trilinear.default _unsafe_masked_index.default
+    _unsafe_masked_index_put_accumulate.default affine_grid_generator.default
+    binary_cross_entropy_with_logits.default dist.default isinf.default ldexp.Tensor ldexp_.default
+    linalg_matrix_sqrth.default linalg_pinv.atol_rtol_tensor linalg_polar.default linalg_polar.out
+    logsumexp.default logsumexp.out masked_scatter_backward.default mvlgamma.default
+    mvlgamma_.default
 """.split()
 
 _KEYS = (
