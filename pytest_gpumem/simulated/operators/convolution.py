@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cudnn
-from pytest_gpumem.simulated.operators.autocast import sums_in_float32
 from pytest_gpumem.simulated.operators.convolution_choice import (
     CONTIGUOUS,
     CUDNN,
@@ -31,7 +30,7 @@ from pytest_gpumem.simulated.operators.convolution_choice import (
     parameters_of,
 )
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Scratch, sums_in_float32
 
 _Sizes = Sequence[int]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -227,3 +228,26 @@ def first_of(results: Iterable[Any]) -> Any:
 def is_traced(tensor: Tensor) -> bool:
     """Return whether a compiler traces ``tensor``, so that a composite must stay in parts."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+class _Outer(threading.local):
+    depth = 0
+
+
+outer = _Outer()
+"""Calls under autocast that are not cast themselves, but whose C++ calls others that are."""
+
+
+def sums_in_float32(tensor: Tensor) -> bool:
+    """Return whether ``at::sum`` of ``tensor``, called in an outer call, is cast."""
+    return outer.depth > 0 and eligible(tensor)
+
+
+def eligible(tensor: Any) -> bool:
+    """Return whether CUDA's autocast casts ``tensor``."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_cuda
+        and tensor.dtype.is_floating_point
+        and tensor.dtype != torch.float64
+    )
