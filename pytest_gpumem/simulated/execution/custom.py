@@ -29,7 +29,6 @@ from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import below_autograd, tables
 from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS, checked_outputs, on_gpu
-from pytest_gpumem.simulated.operators.matrix_functions import DECIDING
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
 from pytest_gpumem.values.errors import UnknownValueError
 
@@ -282,8 +281,7 @@ def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 def in_view(runner: Runner, func: Any) -> Handler:
     """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
-    handle = _on_gpu(runner, func, tables.BELOW_AUTOGRAD[str(func)])
-    return handle if str(func) in DECIDING else whole(runner, func, handle)
+    return whole(runner, func, _on_gpu(runner, func, tables.BELOW_AUTOGRAD[str(func)]))
 
 
 _WITH_RANDOM_STATE = frozenset({"graphsafe_run_with_rng_state"})
