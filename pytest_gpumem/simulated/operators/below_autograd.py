@@ -6,7 +6,7 @@ aten/src/ATen/native/Distance.cpp (_euclidean_dist, which cdist_impl takes for m
 AffineGridGenerator.cpp, Loss.cpp (binary_cross_entropy_with_logits),
 ReduceOps.cpp (dist, logsumexp), BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma), PackedSequence.cpp,
 TensorAdvancedIndexing.cpp (_unsafe_masked_index, masked_scatter_backward), TensorCompare.cpp
-(isinf), Linear.cpp (_trilinear), LinearAlgebra.cpp (_linalg_det_out, _linalg_slogdet_out,
+(isinf), Linear.cpp (_trilinear), LinearAlgebra.cpp (addbmm, _linalg_det_out, _linalg_slogdet_out,
 linalg_polar, linalg_matrix_sqrth: new in 2.15), transformers/attention.cpp (_safe_softmax) and
 transformer.cpp (transformer_encoder_layer_forward), torch 2.6 to 2.15.
 
@@ -41,11 +41,11 @@ _BUILT = """
     _euclidean_dist.default _linalg_det.default _linalg_det.result _linalg_slogdet.default
     _linalg_slogdet.sign _pack_padded_sequence.default _safe_softmax.default
     _transformer_encoder_layer_fwd.default _trilinear.default _unsafe_masked_index.default
-    _unsafe_masked_index_put_accumulate.default affine_grid_generator.default
-    binary_cross_entropy_with_logits.default dist.default isinf.default ldexp.Tensor ldexp_.default
-    linalg_matrix_sqrth.default linalg_pinv.atol_rtol_tensor linalg_polar.default linalg_polar.out
-    logsumexp.default logsumexp.out masked_scatter_backward.default mvlgamma.default
-    mvlgamma_.default
+    _unsafe_masked_index_put_accumulate.default addbmm.default addbmm.out addbmm_.default
+    affine_grid_generator.default binary_cross_entropy_with_logits.default dist.default
+    isinf.default ldexp.Tensor ldexp_.default linalg_matrix_sqrth.default
+    linalg_pinv.atol_rtol_tensor linalg_polar.default linalg_polar.out logsumexp.default
+    logsumexp.out masked_scatter_backward.default mvlgamma.default mvlgamma_.default
 """.split()
 
 _KEYS = (

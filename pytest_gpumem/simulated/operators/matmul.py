@@ -76,12 +76,6 @@ def _multiply(gpu: GPU, copied: Sequence[int], *, by_lt: bool = False) -> None:
             gpu.workspaces.gemm(gpu.stream)
 
 
-def _each_batch(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
-    """addbmm_impl_ (native/LinearAlgebra.cpp): ``addmm_`` of one batch after the other."""
-    for _ in range(batch1.shape[0] if result.numel() and batch1.numel() else 0):
-        gpu.workspaces.gemm(gpu.stream)
-
-
 def _readable(matrix: Tensor, result_is_transposed: bool) -> bool:
     """prepare_matrix_for_cublas, which has the conjugate of a transposed matrix alone."""
     rows, columns = matrix.shape
@@ -287,7 +281,6 @@ RULES = {
     "mm": Rule(after=lambda gpu, self, mat2, result: _product(gpu, self, mat2, result)),
     "bmm": Rule(after=_bmm),
     "baddbmm baddbmm_": Rule(after=_batched),
-    "addbmm addbmm_": Rule(after=_each_batch),
     "mv addmv addmv_": Rule(after=_mv),
     "addmm addmm_": Rule(after=_addmm),
     "_addmm_activation": Rule(after=_addmm_activation),
