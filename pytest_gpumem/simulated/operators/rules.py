@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from pytest_gpumem.simulated.common.callsite import clear_own_frames, provenance
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, Signature
@@ -213,6 +214,38 @@ def _bound(
 ) -> tuple[Callable[..., list[Any]], Callable[[list[Any]], Any]]:
     signature = Signature(func._schema)
     return signature.given, signature.taking(composite)
+
+
+class _Within(threading.local):
+    in_place: Mapping[OpOverload, OpOverload] = {}
+
+
+within = _Within()
+"""What the running composite calls in place, by the operator it calls for subclasses of tensors."""
+CALLED_IN_PLACE: set[OpOverload] = set()
+"""Operators of which that holds within any composite."""
+
+
+def with_in_place(composite: OpOverload, operators: Mapping[OpOverload, OpOverload]) -> Composite:
+    """Return ``composite`` with some of its operators in place, as for tensors of no subclass.
+
+    Source: the uses of isTensorSubclassLike and areAnyTensorSubclassLike in aten/src/ATen/native.
+    """
+    CALLED_IN_PLACE.update(operators)
+
+    def call(*args: Any) -> Any:
+        given, named = passed(composite, args)
+        with having(within, "in_place", operators):
+            return decompose(composite, *given, **named)
+
+    return call
+
+
+def passed(operator: OpOverload, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return all arguments of a call by position, and those that are passed by name."""
+    named = [each.name for each in operator._schema.arguments if each.kwarg_only]
+    count = len(args) - len(named)
+    return args[:count], dict(zip(named, args[count:], strict=True))
 
 
 def first_of(results: Iterable[Any]) -> Any:
