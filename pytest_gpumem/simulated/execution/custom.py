@@ -263,7 +263,8 @@ def _on_gpu(runner: Runner, func: Any, implementation: Callable[..., Any]) -> Ha
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if runner.device_kind_of(args, kwargs) != CUDA:
             return elsewhere(args, kwargs)
-        runner.check_placement(func, args, kwargs)
+        if running.composite is None:  # it is no part of another one
+            runner.check_placement(func, args, kwargs)
         return parts(args, kwargs)
 
     return handle
@@ -273,7 +274,7 @@ def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``implementation`` with what its parts allocate as of ``func``."""
 
     def named(*args: Any, **kwargs: Any) -> Any:
-        with having(running, "composite", func):
+        with having(running, "composite", running.composite or func):
             return implementation(*args, **kwargs)
 
     return named

@@ -38,12 +38,12 @@ from pytest_gpumem.simulated.operators import vision
 from pytest_gpumem.simulated.operators.rules import Composite, passed
 
 _BUILT = """
-    _euclidean_dist.default _linalg_det.default _linalg_det.result
+    _convolution.default _euclidean_dist.default _linalg_det.default _linalg_det.result
     _linalg_slogdet.default _linalg_slogdet.sign _pack_padded_sequence.default _safe_softmax.default
     _transformer_encoder_layer_fwd.default _trilinear.default _unsafe_masked_index.default
     _unsafe_masked_index_put_accumulate.default addbmm.default addbmm.out addbmm_.default
     affine_grid_generator.default binary_cross_entropy_with_logits.default
-    dist.default isinf.default ldexp.Tensor ldexp_.default
+    convolution_backward.default dist.default isinf.default ldexp.Tensor ldexp_.default
     linalg_matrix_sqrth.default linalg_pinv.atol_rtol_tensor linalg_polar.default linalg_polar.out
     logsumexp.default logsumexp.out masked_scatter_backward.default mvlgamma.default
     mvlgamma_.default
