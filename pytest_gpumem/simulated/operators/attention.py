@@ -61,10 +61,10 @@ def scaled_dot_product_attention(gpu: GPU, *args: Any) -> Tensor:
         return scaled_dot_product_attention(gpu, *batch, mask, *args[4:]).squeeze(0)
     kernel = call.kernel()
     mask = _as_bias(mask, query)
-    if kernel == MATH:
-        options = call.dropout, call.causal, None
-        return first_of(_by_products(query, key, value, mask, *options, scale, call.gqa))  # type: ignore[no-any-return]  # a composite
     options = call.dropout, call.causal
+    if kernel == MATH:
+        made = _by_products(query, key, value, mask, *options, None, scale, call.gqa)
+        return first_of(made)  # type: ignore[no-any-return]  # a composite
     if kernel == FLASH:
         padded = [with_padded_heads(tensor) for tensor in (query, key, value)]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
