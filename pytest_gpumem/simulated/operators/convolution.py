@@ -52,7 +52,7 @@ def _convolve(
     output_padding: _Sizes,
     groups: int,
 ) -> Tensor:
-    """What ``aten::convolution`` calls on a device that is not torch's own."""
+    """``aten::convolution_overrideable``: what a convolution calls on a device of its own."""
     for tensor, name in ((weight, "weight"), (bias, "bias")):
         if tensor is not None and (tensor.dtype != input.dtype or tensor.device != input.device):
             types = [f"{each.dtype} on {each.device}" for each in (input, tensor)]

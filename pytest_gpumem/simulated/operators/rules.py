@@ -221,7 +221,7 @@ class _Within(threading.local):
 
 
 within = _Within()
-"""What the running composite calls in place, by the operator it calls for subclasses of tensors."""
+"""Operators that the running composite calls in place, by those it calls for subclasses."""
 CALLED_IN_PLACE: set[OpOverload] = set()
 """Operators of which that holds within any composite."""
 
