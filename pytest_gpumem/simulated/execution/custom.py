@@ -29,7 +29,6 @@ from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import below_autograd, tables
 from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS, checked_outputs, on_gpu
-from pytest_gpumem.simulated.operators.matrix_functions import DECIDING
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
 from pytest_gpumem.values.errors import UnknownValueError
 
@@ -264,7 +263,8 @@ def _on_gpu(runner: Runner, func: Any, implementation: Callable[..., Any]) -> Ha
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if runner.device_kind_of(args, kwargs) != CUDA:
             return elsewhere(args, kwargs)
-        runner.check_placement(func, args, kwargs)
+        if running.composite is None:  # it is no part of another one
+            runner.check_placement(func, args, kwargs)
         return parts(args, kwargs)
 
     return handle
@@ -274,7 +274,7 @@ def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``implementation`` with what its parts allocate as of ``func``."""
 
     def named(*args: Any, **kwargs: Any) -> Any:
-        with having(running, "composite", func):
+        with having(running, "composite", running.composite or func):
             return implementation(*args, **kwargs)
 
     return named
@@ -282,8 +282,7 @@ def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 def in_view(runner: Runner, func: Any) -> Handler:
     """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
-    handle = _on_gpu(runner, func, tables.BELOW_AUTOGRAD[str(func)])
-    return handle if str(func) in DECIDING else whole(runner, func, handle)
+    return whole(runner, func, _on_gpu(runner, func, tables.BELOW_AUTOGRAD[str(func)]))
 
 
 _WITH_RANDOM_STATE = frozenset({"graphsafe_run_with_rng_state"})

@@ -41,6 +41,7 @@ from pytest_gpumem.simulated.operators.engine import (
     in_formula,
     with_cuda_sums,
 )
+from pytest_gpumem.simulated.operators.rules import CALLED_IN_PLACE, within
 
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
@@ -128,14 +129,16 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
 
 
 def in_place(func: Any, handler: Handler, run: Callable[[Any, Args, Kwargs], Any]) -> Handler:
-    """Wrap ``handler``: autograd's formulas call some operators in place, or with another dtype,
-    only on a GPU."""
+    """Wrap ``handler``: autograd's formulas and composites call some operators in place, or with
+    another dtype, only on a GPU."""
     sums = str(func) in ACCUMULATED
     chosen = IN_PLACE.get(str(func))
-    if not sums and chosen is None:
+    if not sums and chosen is None and func not in CALLED_IN_PLACE:
         return handler
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
+        if func in within.in_place:
+            return run(within.in_place[func], args, kwargs)
         # Two frames up is the operator's caller.
         if in_formula(sys._getframe(2)):
             node = torch._C._current_autograd_node().name()

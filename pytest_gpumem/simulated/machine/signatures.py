@@ -28,8 +28,8 @@ class Signature:
         self._schema = schema
         arguments = schema.arguments
         self.result_at = len(arguments) + 1
-        self._places = {argument.name: at for at, argument in enumerate(arguments, 1)}
-        self._places |= {"gpu": 0, "result": self.result_at}
+        self._places = {"gpu": 0, "result": self.result_at}
+        self._places |= {argument.name: at for at, argument in enumerate(arguments, 1)}
         self._defaults: list[Any] = [*(argument.default_value for argument in arguments), None]
 
     def given(self, gpu: object, args: Args, kwargs: Kwargs) -> list[Any]:

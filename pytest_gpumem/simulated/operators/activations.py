@@ -81,13 +81,6 @@ def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
     borrow(gpu, *sizes, *copied(output))
 
 
-def _safe(gpu: GPU, self: Tensor, dim: int, result: Tensor) -> None:
-    """Allocate for ``_safe_softmax`` of native/transformers/attention.cpp."""
-    borrow(gpu, *copied(self))
-    rows = result.numel() // max(result.shape[dim], 1) if result.dim() else 1
-    borrow(gpu, result.numel(), rows, result.element_size())
-
-
 def _of_halves(
     whole: _Softmax, kernel: _Softmax, self: Tensor, dim: int, dtype: torch.dtype | None
 ) -> Tensor:
@@ -212,7 +205,6 @@ RULES = {
     "_softmax _log_softmax": Rule(after=copies_of("self")),
     "_softmax_backward_data": Rule(after=_backward),
     "_log_softmax_backward_data": Rule(after=copies_of("grad_output", "output")),
-    "_safe_softmax": Rule(after=_safe),
     # dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs.
     "native_dropout": Rule(
         outputs=lambda p, train, result: result if p == 1 or train is False else result[::-1]

@@ -30,7 +30,14 @@ from pytest_gpumem.simulated.operators.attention_choice import (
 )
 from pytest_gpumem.simulated.operators.cudnn import ATTENTION_BYTES
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, copied, round_up
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, first_of
+from pytest_gpumem.simulated.operators.rules import (
+    Composite,
+    Rule,
+    Scratch,
+    borrow,
+    first_of,
+    with_in_place,
+)
 from pytest_gpumem.sizes import KIB
 
 _FLOAT_BYTES = 4
@@ -54,9 +61,10 @@ def scaled_dot_product_attention(gpu: GPU, *args: Any) -> Tensor:
         return scaled_dot_product_attention(gpu, *batch, mask, *args[4:]).squeeze(0)
     kernel = call.kernel()
     mask = _as_bias(mask, query)
-    if kernel == MATH:
-        return _by_products(call, mask, scale)
     options = call.dropout, call.causal
+    if kernel == MATH:
+        made = _by_products(query, key, value, mask, *options, None, scale, call.gqa)
+        return first_of(made)  # type: ignore[no-any-return]  # a composite
     if kernel == FLASH:
         padded = [with_padded_heads(tensor) for tensor in (query, key, value)]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -110,36 +118,9 @@ def _aligned(mask: Tensor) -> Tensor:
     return padded[..., :size]
 
 
-def _by_products(call: AttentionCall, mask: Tensor | None, scale: float | None) -> Tensor:
-    """_scaled_dot_product_attention_math, with the mask added in place."""
-    query, key, value = call.query, call.key, call.value
-    dtype = query.dtype
-    if dtype in HALF_DTYPES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
-        query, key, value = query.float(), key.float(), value.float()
-    factor = math.sqrt(abs(scale if scale is not None else 1 / math.sqrt(query.shape[-1])))
-    scaled = query * factor
-    if call.causal:
-        shape = (query.shape[-2], key.shape[-2])
-        shown = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
-        mask = _as_bias(shown, scaled)
-        del shown
-    keys, values = key, value
-    if call.gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
-        keys = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        values = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = torch.matmul(scaled, keys.transpose(-2, -1) * factor)
-    if mask is not None:
-        scores.add_(mask)
-    weights = torch._safe_softmax(scores, -1)
-    del scores
-    if call.dropout > 0:
-        weights = torch.dropout(weights, call.dropout, True)
-    # make_tuple(matmul(attn, value).to(dtype), attn.to(dtype)): the second one is made first.
-    kept = weights.to(dtype)
-    out = torch.matmul(weights, values).to(dtype)
-    del weights, keys, values, scaled, mask, value, key, query
-    del kept
-    return out
+_by_products = with_in_place(
+    _aten._scaled_dot_product_attention_math.default, {_aten.add.Tensor: _aten.add_.Tensor}
+)
 
 
 # Allocations of the kernels.

@@ -9,7 +9,6 @@ those of torch 2.6 to 2.15; a name that a release does not have is passed over.
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 from pytest_gpumem.simulated.operators.rnn import flat_copies
+from pytest_gpumem.simulated.operators.rules import eligible, outer
 
 LOWER_PRECISION = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -66,21 +66,13 @@ PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()
 
+_CALLING = (
+    "convolution_backward _thnn_fused_gru_cell_backward _thnn_fused_lstm_cell_backward_impl".split()
+)
+
 BANNED = ("binary_cross_entropy",)
 
 Policy = Callable[[Any, Args, Kwargs], Any]
-
-
-class _Outer(threading.local):
-    depth = 0
-
-
-_outer = _Outer()
-
-
-def sums_in_float32(tensor: torch.Tensor) -> bool:
-    """Return whether ``at::sum`` of ``tensor``, called by a convolution's backward, is cast."""
-    return _outer.depth > 0 and _eligible(tensor)
 
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
@@ -116,7 +108,7 @@ class CastCache:
                 (["_cudnn_rnn"], self._recurrent),
                 (BANNED, self._banned),
                 # Not cast itself, but its C++ calls others that are.
-                (["convolution_backward"], self._outer),
+                (_CALLING, self._outer),
             ):
                 for name in names:
                     overload = overload_of(name)
@@ -151,7 +143,7 @@ class CastCache:
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(self._cast(item, dtype) for item in value)
-        if not _eligible(value) or value.dtype == dtype:
+        if not eligible(value) or value.dtype == dtype:
             return value
         cacheable = (
             torch.is_autocast_cache_enabled()
@@ -202,14 +194,14 @@ class CastCache:
     def _float32_output(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         is_third = overload._schema.name.endswith("softmax")  # of the others by keyword alone
         dtype = args[2] if is_third and len(args) > 2 else kwargs.get("dtype")
-        if dtype is None and _eligible(args[0]):
+        if dtype is None and eligible(args[0]):
             args = args[:2] if is_third else args
             kwargs = {**kwargs, "dtype": torch.float32}
         return overload(*args, **kwargs)
 
     def _float32_norm(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         typed = FLOAT32_NORMS[f"norm.{overload._overloadname}"]
-        return (typed if _eligible(args[0]) else overload)(*args, **kwargs)
+        return (typed if eligible(args[0]) else overload)(*args, **kwargs)
 
     def _promote(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         in_place = IN_PLACE.get(str(overload))
@@ -218,7 +210,7 @@ class CastCache:
             operator = None if node is None else in_place(args, node.name())
             if operator is not None:
                 return operator(*args, **kwargs)
-        tensors = [value for value in (*args, *kwargs.values()) if _eligible(value)]
+        tensors = [value for value in (*args, *kwargs.values()) if eligible(value)]
         is_wide = any(tensor.dtype == torch.float32 for tensor in tensors)
         return self._run(overload, args, kwargs, torch.float32 if is_wide else None)
 
@@ -229,7 +221,7 @@ class CastCache:
         """
         input, weight, per_layer, buffer, hx, cx, *rest = args
         held = weight[0] if buffer is None else buffer
-        if _eligible(held) and held.dtype != torch.float16:
+        if eligible(held) and held.dtype != torch.float16:
             buffer, weight = flat_copies(weight, per_layer, torch.float16)
         cell = self._cast(cx, torch.float16)
         hidden = self._cast(hx, torch.float16)
@@ -237,11 +229,11 @@ class CastCache:
         return overload(given, weight, per_layer, buffer, hidden, cell, *rest)
 
     def _outer(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
-        _outer.depth += 1
+        outer.depth += 1
         try:
             return overload(*args, **kwargs)
         finally:
-            _outer.depth -= 1
+            outer.depth -= 1
 
     def _banned(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         raise RuntimeError(
@@ -251,12 +243,3 @@ class CastCache:
             "torch.nn.functional.binary_cross_entropy_with_logits\nor "
             "torch.nn.BCEWithLogitsLoss."
         )
-
-
-def _eligible(tensor: Any) -> bool:
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.is_cuda
-        and tensor.dtype.is_floating_point
-        and tensor.dtype != torch.float64
-    )

@@ -4,11 +4,11 @@ They have no kernel of CUDA's own: CompositeExplicitAutograd in native_functions
 CPU and CUDA, where ``meta`` has a kernel only for the shape of the result. Source:
 aten/src/ATen/native/Distance.cpp (_euclidean_dist, which cdist_impl takes for more than 25 rows),
 AffineGridGenerator.cpp, Loss.cpp (binary_cross_entropy_with_logits),
-ReduceOps.cpp (dist, logsumexp), BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma),
+ReduceOps.cpp (dist, logsumexp), BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma), PackedSequence.cpp,
 TensorAdvancedIndexing.cpp (_unsafe_masked_index, masked_scatter_backward), TensorCompare.cpp
-(isinf), Linear.cpp (_trilinear), LinearAlgebra.cpp (linalg_polar, linalg_matrix_sqrth: new in
-2.15) and transformers/transformer.cpp
-(transformer_encoder_layer_forward), torch 2.6 to 2.15.
+(isinf), Linear.cpp (_trilinear), LinearAlgebra.cpp (addbmm, _linalg_det_out, _linalg_slogdet_out,
+linalg_polar, linalg_matrix_sqrth: new in 2.15), transformers/attention.cpp (_safe_softmax) and
+transformer.cpp (transformer_encoder_layer_forward), torch 2.6 to 2.15.
 
 Kernels of other libraries are built from torch's operators, too: torchvision's (``vision``), and
 bitsandbytes'. It packs weights to 4 and 8 bits and multiplies by
@@ -35,15 +35,18 @@ from torch.nn import functional
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators import vision
-from pytest_gpumem.simulated.operators.rules import Composite
+from pytest_gpumem.simulated.operators.rules import Composite, passed
 
 _BUILT = """
-    _euclidean_dist.default _transformer_encoder_layer_fwd.default _trilinear.default
-    _unsafe_masked_index.default _unsafe_masked_index_put_accumulate.default
-    affine_grid_generator.default binary_cross_entropy_with_logits.default dist.default
-    isinf.default ldexp.Tensor ldexp_.default linalg_matrix_sqrth.default
-    linalg_pinv.atol_rtol_tensor linalg_polar.default linalg_polar.out logsumexp.default
-    logsumexp.out masked_scatter_backward.default mvlgamma.default mvlgamma_.default
+    _convolution.default _euclidean_dist.default _linalg_det.default _linalg_det.result
+    _linalg_slogdet.default _linalg_slogdet.sign _pack_padded_sequence.default _safe_softmax.default
+    _transformer_encoder_layer_fwd.default _trilinear.default _unsafe_masked_index.default
+    _unsafe_masked_index_put_accumulate.default addbmm.default addbmm.out addbmm_.default
+    affine_grid_generator.default binary_cross_entropy_with_logits.default
+    convolution_backward.default dist.default isinf.default ldexp.Tensor ldexp_.default
+    linalg_matrix_sqrth.default linalg_pinv.atol_rtol_tensor linalg_polar.default linalg_polar.out
+    logsumexp.default logsumexp.out masked_scatter_backward.default mvlgamma.default
+    mvlgamma_.default
 """.split()
 
 _KEYS = (
@@ -54,11 +57,15 @@ _KEYS = (
 """Dispatch keys of kernels that do the same on every device; an operator runs its first one."""
 
 
-def _as_built(name: str, *args: Any) -> Any:
-    operator: Any = overload_of(name)
-    given, named = _passed(operator, args)
+def _built(operator: Any) -> Composite:
+    """Return the function that ``operator`` is on every device."""
     key = next(key for key in _KEYS if operator.has_kernel_for_dispatch_key(key))
-    return operator._op_dk(key, *given, **named)
+
+    def call(*args: Any) -> Any:
+        given, named = passed(operator, args)
+        return operator._op_dk(key, *given, **named)
+
+    return call
 
 
 def _copied(name: str, *args: Any) -> Tensor:
@@ -70,16 +77,9 @@ def _copied(name: str, *args: Any) -> Tensor:
     """
     operator: Any = overload_of(name)
     *args_without, out = args
-    given, named = _passed(operator, args_without)
+    given, named = passed(operator, args_without)
     result = operator(*given, **named)
     return torch.mul(result, 1, out=out)
-
-
-def _passed(operator: Any, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return all arguments of a call by position, and those that are passed by name."""
-    named = [each.name for each in operator._schema.arguments if each.kwarg_only]
-    count = len(args) - len(named)
-    return args[:count], dict(zip(named, args[count:], strict=True))
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {
@@ -114,7 +114,7 @@ BELOW_AUTOGRAD: dict[str, Composite] = {
         for name in ("mvlgamma", "histc", "_fft_c2c", "_fft_c2r")
     },
     "aten._fft_r2c.out": _fft_r2c_out,
-    **{f"aten.{name}": partial(_as_built, name) for name in _BUILT if overload_of(name)},
+    **{f"aten.{name}": _built(found) for name in _BUILT if (found := overload_of(name))},
 }
 
 

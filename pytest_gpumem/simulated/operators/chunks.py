@@ -4,23 +4,23 @@
 reduced by ``_chunk_cat``. A list of blocks, eight bytes for 2 KiB, is made on the host and copied.
 
 Source: aten/src/ATen/native/cuda/TensorShape.cu (``split_with_sizes_copy_out_cuda``,
-``get_chunk_cat_metadata``, ``pack_vecs``), torch 2.6 to 2.14; native/PackedSequence.cpp
-(_pack_padded_sequence), 2.15; TensorTransformations.cu (roll_cuda)
+``get_chunk_cat_metadata``, ``pack_vecs``), torch 2.6 to 2.14; TensorTransformations.cu (roll_cuda)
 and native/TensorTransformations.h (roll_common), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil, prod, sqrt
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import copied, is_dense
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
+from pytest_gpumem.simulated.operators.layout import is_dense
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, borrow
 
+_aten = torch.ops.aten
 _THREADS = 128
 """BLOCK_SIZE."""
 _BLOCK = 16 * _THREADS
@@ -66,41 +66,16 @@ def numbers_of(tensors: Sequence[Tensor], dim: int, num_chunks: int, itemsize: i
     return 6 * len(tensors) + blocks
 
 
-def _rolled_so_far(gpu: GPU, self: Tensor, dims: Sequence[int]) -> Scratch | None:
-    """Return the inputs of rolling each dim: the roll of the one before, first of all a copy.
-
-    Each call is made within the one before, which keeps its roll until then.
-    """
-    if self.is_contiguous() and len(dims) < 2:
-        return None
-    scratch = Scratch(gpu)
-    copy = 0 if self.is_contiguous() else scratch.take(self.nbytes)
-    for _ in dims[1:]:
-        scratch.take(self.nbytes)
-        scratch.drop(copy)
-        copy = 0
-    return scratch
+def _roll(self: Tensor, shifts: Sequence[int], dims: Sequence[int]) -> Tensor:
+    if len(dims) != 1:
+        return _aten.roll.default._op_dk(torch._C.DispatchKey.CPU, self, shifts, dims)  # type: ignore[no-any-return]  # an operator
+    return torch.empty_like(self.contiguous())
 
 
-def _packed(
-    gpu: GPU, input: Tensor, lengths: Tensor, batch_first: bool, result: tuple[Tensor, Tensor]
-) -> Iterator[Tensor]:
-    """Join contiguous steps of sequences that are as many (native/PackedSequence.cpp)."""
-    by_time = input.transpose(0, 1) if batch_first else input
-    ends = lengths.tolist()
-    steps = Scratch(gpu)
-    taken = []
-    for end in sorted(set(ends)):
-        begin = max((one for one in ends if one < end), default=0)
-        step = by_time[begin:end, : sum(one >= end for one in ends)]
-        taken.append(steps.take(*copied(step)))
-    yield result[0]
-    steps.drop(*taken)
-
+BELOW_AUTOGRAD: dict[str, Composite] = {"aten.roll.default": _roll}
+"""Several dims are rolled one after the other, by the same code on every device."""
 
 RULES = {
-    "roll": Rule(before=_rolled_so_far),
-    "_pack_padded_sequence": Rule(outputs=_packed),
     "split_with_sizes_copy": Rule(after=_split),
     "_chunk_cat": Rule(after=_concatenated),
 }

@@ -22,35 +22,7 @@ from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.views import layout_of
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, decompose
-
-
-def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bool) -> Tensor:
-    """``aten::isclose``; where NaN equals NaN it works in place, which C++ does not of subclasses.
-
-    The other branch is left to torch.
-    """
-    is_wide = self.is_floating_point() or self.is_complex()
-    if not (equal_nan and is_wide and self.dtype == other.dtype and rtol >= 0 and atol >= 0):
-        return decompose(torch.ops.aten.isclose.default, self, other, rtol, atol, equal_nan)
-    close = self == other
-    are_nan, others = self.isnan(), other.isnan()
-    close.__ior__(are_nan.__iand__(others))
-    del others, are_nan
-    if not rtol and not atol:
-        return close
-    product = rtol * other
-    size = product.abs()
-    allowed = atol + size
-    del size, product
-    difference = self - other
-    actual = difference.abs()
-    del difference
-    is_finite = actual.isfinite()
-    is_small = actual <= allowed
-    close.__ior__(is_finite.__iand__(is_small))
-    del is_small, is_finite, actual, allowed
-    return close
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, with_in_place
 
 
 def equal_unseen(self: Tensor, other: Tensor) -> bool | None:
@@ -254,7 +226,12 @@ def _static(gpu: GPU, self: Tensor, size: int) -> None:
     borrow(gpu, blocks * 4, blocks * INDEX_BYTES)
 
 
-ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.isclose.default": isclose}
+ABOVE_AUTOGRAD: dict[str, Composite] = {
+    "aten.isclose.default": with_in_place(
+        torch.ops.aten.isclose.default,
+        {torch.ops.aten.bitwise_and.Tensor: torch.ops.aten.bitwise_and_.Tensor},
+    )
+}
 
 RULES = {
     "_assert_async": Rule(before=_assert),

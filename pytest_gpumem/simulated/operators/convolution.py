@@ -18,59 +18,68 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cudnn
-from pytest_gpumem.simulated.operators.autocast import sums_in_float32
 from pytest_gpumem.simulated.operators.convolution_choice import (
     CONTIGUOUS,
     CUDNN,
-    DEPTHWISE,
     SLOW,
     Parameters,
     SlowConvolution,
     common_format,
     kernel_of,
-    parameters_of,
 )
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Scratch, sums_in_float32
 
 _Sizes = Sequence[int]
 
 
-def convolution(gpu: GPU, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
-    """``aten::convolution`` (``_convolution``)."""
-    return _convolve(gpu, input, weight, bias, *args[3:9])
+def _convolution(*args: Any) -> Any:
+    """``aten::convolution``: ``_convolution`` with four switches of torch's context, which hold."""
+    explicit = torch._C.DispatchKey.CompositeExplicitAutograd
+    switches = False, False, True, True
+    return torch.ops.aten._convolution.default._op_dk(explicit, *args, *switches)
 
 
 def _convolve(
-    gpu: GPU, input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
+    gpu: GPU,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: _Sizes,
+    padding: _Sizes,
+    dilation: _Sizes,
+    transposed: bool,
+    output_padding: _Sizes,
+    groups: int,
 ) -> Tensor:
-    """Return the output; ``settings`` are those of ``parameters_of``, in the schema's order."""
-    call = ConvolutionCall(gpu, parameters_of(weight, *settings))
-    if weight.dim() > 3:
-        return call.forward(input, weight, bias)
-    return call.forward(input.contiguous().unsqueeze(2), weight.unsqueeze(2), bias).squeeze(2)
+    """``aten::convolution_overrideable``: what a convolution calls on a device of its own."""
+    for tensor, name in ((weight, "weight"), (bias, "bias")):
+        if tensor is not None and (tensor.dtype != input.dtype or tensor.device != input.device):
+            types = [f"{each.dtype} on {each.device}" for each in (input, tensor)]
+            raise RuntimeError(
+                f"Input type ({types[0]}) and {name} type ({types[1]}) should be the same"
+            )
+    sizes = tuple(stride), tuple(padding), tuple(dilation)
+    parameters = Parameters(*sizes, transposed, tuple(output_padding), groups)
+    return ConvolutionCall(gpu, parameters).forward(input, weight, bias)
 
 
-def convolution_backward(
+def _backward(
     gpu: GPU,
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor,
+    stride: _Sizes,
+    padding: _Sizes,
+    dilation: _Sizes,
+    transposed: bool,
+    output_padding: _Sizes,
+    groups: int,
     output_mask: Sequence[bool],
-    *args: Any,
 ) -> Gradients:
-    """``aten::convolution_backward``."""
-    call = ConvolutionCall(gpu, parameters_of(weight, *args[4:10]))
-    if weight.dim() > 3:
-        return call.backward(grad_output, input, weight, output_mask)
-    flat = input.contiguous()
-    images = grad_output.unsqueeze(2), flat.unsqueeze(2), weight.unsqueeze(2)
-    grad_input, grad_weight, grad_bias = call.backward(*images, output_mask)
-    return (
-        None if grad_input is None else grad_input.squeeze(2),
-        None if grad_weight is None else grad_weight.squeeze(2),
-        grad_bias,
-    )
+    sizes = tuple(stride), tuple(padding), tuple(dilation)
+    parameters = Parameters(*sizes, transposed, tuple(output_padding), groups)
+    return ConvolutionCall(gpu, parameters).backward(grad_output, input, weight, output_mask)
 
 
 def _by_cudnn(
@@ -84,51 +93,20 @@ def _by_cudnn(
     output_padding: _Sizes | None = None,
 ) -> Tensor:
     transposed = output_padding is not None
-    settings = stride, padding, dilation, transposed, output_padding or (0,), groups
+    settings = stride, padding, dilation, transposed, output_padding or [0] * len(stride), groups
     return _convolve(gpu, self, weight, None, *settings)
 
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
-    "aten.convolution.default": convolution,
-    "aten.convolution_backward.default": convolution_backward,
-    # Its four switches at the end are those of torch's context, which hold.
-    "aten._convolution.default": convolution,
+    "aten.convolution.default": _convolution,
+    "aten.convolution_overrideable.default": _convolve,
+    "aten.convolution_backward_overrideable.default": _backward,
     # The fused ones take no other memory than the convolution.
     "aten.cudnn_convolution.default": _by_cudnn,
     "aten.cudnn_convolution_transpose.default": _by_cudnn,
     "aten.cudnn_convolution_relu.default": _by_cudnn,
     "aten.cudnn_convolution_add_relu.default": _by_cudnn,
 }
-
-
-def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: Parameters) -> None:
-    """check_input_same_type_as_parameters and check_shape_forward, in their words."""
-    for tensor, name in ((weight, "weight"), (bias, "bias")):
-        if tensor is not None and (tensor.dtype != input.dtype or tensor.device != input.device):
-            types = [f"{each.dtype} on {each.device}" for each in (input, tensor)]
-            raise RuntimeError(
-                f"Input type ({types[0]}) and {name} type ({types[1]}) should be the same"
-            )
-    sizes, groups = list(weight.shape), parameters.groups
-    channels = sizes[0] if parameters.transposed else sizes[1] * groups
-    if input.shape[1] != channels:
-        given = "transposed=1" if parameters.transposed else f"groups={groups}"
-        raise RuntimeError(
-            f"Given {given}, weight of size {sizes}, expected input{list(input.shape)} to "
-            f"have {channels} channels, but got {input.shape[1]} channels instead"
-        )
-    if parameters.transposed:
-        return
-    padded = [size + 2 * pad for size, pad in zip(input.shape[2:], parameters.padding, strict=True)]
-    reach = [
-        step * (size - 1) + 1 for size, step in zip(sizes[2:], parameters.dilation, strict=True)
-    ]
-    if any(size < wanted for size, wanted in zip(padded, reach, strict=True)):
-        raise RuntimeError(
-            f"Calculated padded input size per channel: ({' x '.join(map(str, padded))}). Kernel "
-            f"size: ({' x '.join(map(str, reach))}). Kernel size can't be greater than actual "
-            f"input size"
-        )
 
 
 @dataclass(frozen=True)
@@ -140,7 +118,6 @@ class ConvolutionCall:
 
     def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output, after everything was allocated and freed as CUDA does."""
-        _check(input, weight, bias, self.parameters)
         kernel = kernel_of(self.gpu, self.parameters, input, weight)
         shape = self.parameters.output_shape(input.shape, weight.shape)
         if kernel == CUDNN:
@@ -153,9 +130,7 @@ class ConvolutionCall:
             return output
         if kernel == SLOW:
             return self._slow_forward(input, weight, shape, bias is not None)
-        if kernel == DEPTHWISE:
-            return _depthwise_forward(input, weight, bias, shape)
-        return input.new_empty(shape)
+        return _depthwise_forward(input, weight, bias, shape)
 
     def _convolve(self, direction: str, given: Tensor, weight: Tensor, shape: _Sizes) -> Tensor:
         """cudnn_convolution, and cudnn_convolution_backward_input for the direction ``INPUT``.
@@ -249,13 +224,10 @@ class ConvolutionCall:
                 kept = input.contiguous(memory_format=common_format(input, weight))
             grad_input, grad_weight = self._cudnn_backward(grad_output, kept, weight, mask)
             del kept
-        elif kernel == DEPTHWISE and input.dim() == 5:
+        elif input.dim() == 5:
             return _depthwise_volume_backward(grad_output, input, weight, mask)
-        elif kernel == DEPTHWISE:
-            grad_input, grad_weight = _depthwise_backward(grad_output, input, weight, mask)
         else:
-            grad_input = torch.zeros_like(input) if mask[0] else None
-            grad_weight = torch.zeros_like(weight) if mask[1] else None
+            grad_input, grad_weight = _depthwise_backward(grad_output, input, weight, mask)
         return grad_input, grad_weight, _bias_gradient(grad_output) if mask[2] else None
 
     def _cudnn_backward(

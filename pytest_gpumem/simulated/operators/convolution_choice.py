@@ -22,8 +22,8 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, INDEXABLE, suggested_format
 from pytest_gpumem.simulated.operators.rules import Gradients, Scratch
 
-CUDNN, DEPTHWISE, SLOW, EMPTY = "cudnn", "depthwise", "slow", "empty"
-"""Kernels: ConvBackend::Cudnn and CudnnTranspose, CudaDepthwise2d and 3d, Slow*, Empty."""
+CUDNN, DEPTHWISE, SLOW = "cudnn", "depthwise", "slow"
+"""Kernels: ConvBackend::Cudnn and CudnnTranspose, CudaDepthwise2d and 3d, Slow*."""
 
 _BROKEN_VOLUMES = frozenset({(2, 9), (2, 10)})
 """Releases with a cuDNN from 9.8 to 9.14, which they do not use for 3-d convolutions of halves."""
@@ -60,30 +60,8 @@ class Parameters:
         return (input[0], channels, *spatial)
 
 
-def parameters_of(
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Parameters:
-    """expand_param_if_needed and view1d_as_2d."""
-    dims = weight.dim() - 2
-
-    def expanded(values: Sequence[int], of_row: int) -> tuple[int, ...]:
-        full = tuple(values) * dims if len(values) == 1 else tuple(values)
-        return (of_row, *full) if dims == 1 else full
-
-    sizes = expanded(stride, 1), expanded(padding, 0), expanded(dilation, 1)
-    return Parameters(*sizes, transposed, expanded(output_padding, 0), groups)
-
-
 def kernel_of(gpu: GPU, parameters: Parameters, input: Tensor, weight: Tensor) -> str:
     """_select_conv_backend for CUDA tensors."""
-    if not input.shape[0] or not input.shape[1]:
-        return EMPTY
     is_for_cudnn = _is_for_cudnn(gpu, parameters, input, weight)
     depthwise = (
         not parameters.transposed

@@ -25,8 +25,9 @@ from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, is_dense
 from pytest_gpumem.simulated.operators.quantized import refuse
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, decompose
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, with_in_place
 
+_aten = torch.ops.aten
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -74,12 +75,6 @@ def _multiply(gpu: GPU, copied: Sequence[int], *, by_lt: bool = False) -> None:
             gpu.workspaces.gemm_lt(gpu.stream)
         else:
             gpu.workspaces.gemm(gpu.stream)
-
-
-def _each_batch(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
-    """addbmm_impl_ (native/LinearAlgebra.cpp): ``addmm_`` of one batch after the other."""
-    for _ in range(batch1.shape[0] if result.numel() and batch1.numel() else 0):
-        gpu.workspaces.gemm(gpu.stream)
 
 
 def _readable(matrix: Tensor, result_is_transposed: bool) -> bool:
@@ -183,13 +178,6 @@ def _mv(gpu: GPU, self: Tensor, vec: Tensor, result: Tensor, mat: Tensor | None 
     _multiply(gpu, copied)
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``aten::linear`` as CUDA takes it apart: the bias is added in place where it is added."""
-    if bias is None or input.dim() <= 2 or input.is_contiguous():
-        return decompose(torch.ops.aten.linear.default, input, weight, bias)
-    return torch.matmul(input, weight.t()).add_(bias)
-
-
 _empty_strided = torch.empty_strided
 _ALIGNMENT = 16
 """Bytes to which rows of a result are aligned."""
@@ -281,13 +269,16 @@ def _scaled_grouped_device(gpu: GPU) -> None:
         refuse(gpu, "_scaled_grouped_mm", "= [9.0, 10.0]" if gpu.version >= (2, 9) else "= 9.0")
 
 
-ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.linear.default": linear}
+ABOVE_AUTOGRAD: dict[str, Composite] = {
+    "aten.linear.default": with_in_place(
+        _aten.linear.default, {_aten.add.Tensor: _aten.add_.Tensor}
+    )
+}
 
 RULES = {
     "mm": Rule(after=lambda gpu, self, mat2, result: _product(gpu, self, mat2, result)),
     "bmm": Rule(after=_bmm),
     "baddbmm baddbmm_": Rule(after=_batched),
-    "addbmm addbmm_": Rule(after=_each_batch),
     "mv addmv addmv_": Rule(after=_mv),
     "addmm addmm_": Rule(after=_addmm),
     "_addmm_activation": Rule(after=_addmm_activation),

@@ -11,12 +11,14 @@ temporaries is that of torch's own code on the dry device, 2.6 to 2.15.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.rules import Composite
+from pytest_gpumem.values.errors import UnknownValueError
 
 _aten = torch.ops.aten
 
@@ -31,56 +33,54 @@ _DOUBLE = (
 """Norms up to which polynomials of degree 1, 2, 4, 8, 12 and 18 are exact enough."""
 
 
-def matrix_exp(self: Tensor) -> Tensor:
-    """``aten::linalg_matrix_exp``."""
+def matrix_exp(gpu: GPU, self: Tensor) -> Tensor:
+    """``aten::linalg_matrix_exp``: what it takes, by the norms of known values."""
     rows = self.shape[-1]
-    if rows == 0:
-        return self.clone()
     if rows == 1:
         return self.exp()
+    if not self.numel():
+        return self.clone()
     bounds = _SINGLE if self.dtype in (torch.float32, torch.complex64) else _DOUBLE
     matrices = self.reshape(-1, rows, rows)
-    if not len(matrices):
-        return self.clone()
     absolute = matrices.abs()
     sums = absolute.sum(-2)
     norm, where = sums.max(-1)
     del where, sums, absolute
+    values = gpu.simulation.values
+    known = values.known(self)
+    if known is None:
+        raise UnknownValueError(values.refusal(f"matrix_exp at {user_line()} reads"))
+    with torch._C._DisableTorchDispatch():
+        norms = known.reshape(-1, rows, rows).abs().sum(-2).amax(-1)
     if len(matrices) > 1:
-        return _squared(matrices, norm, bounds[-1]).view(self.shape)
-    return _of_degree(matrices, norm, bounds).view(self.shape)
+        return _squared(gpu, matrices, norm, norms, bounds[-1]).view(self.shape)
+    return _of_degree(gpu, matrices, norm, norms, bounds).view(self.shape)
 
 
-def _of_degree(matrices: Tensor, norm: Tensor, bounds: Sequence[float]) -> Tensor:
+def _of_degree(
+    gpu: GPU, matrices: Tensor, norm: Tensor, norms: Tensor, bounds: Sequence[float]
+) -> Tensor:
     """Return the exponential of a single matrix."""
-    norms = norm.to("cpu")
     result = torch.empty_like(matrices)
-    polynomial = next(
-        (
-            polynomial
-            for bound, polynomial in zip(bounds, _POLYNOMIALS, strict=False)
-            if (norms <= bound).nonzero().numel()
-        ),
-        None,
-    )
-    first = torch.zeros(1, dtype=torch.int64, device="cpu")
-    place = first.to(matrices.device)
+    place = _brought(matrices, 1, dtype=torch.int64)
     chosen = matrices.index_select(0, place)
+    fitting = zip(bounds, _POLYNOMIALS, strict=False)
+    polynomial = next((each for bound, each in fitting if norms.item() <= bound), None)
     if polynomial is not None:
         made = polynomial(chosen)
         result.index_put_((place,), made)
         del made
     else:
         chosen_norm = norm.index_select(0, place)
-        made = _squared(chosen, chosen_norm, bounds[-1])
-        again = first.to(matrices.device)
+        made = _squared(gpu, chosen, chosen_norm, norms, bounds[-1])
+        again = _brought(matrices, 1, dtype=torch.int64)
         result.index_put_((again,), made)
         del again, made, chosen_norm
     del chosen, place
     return result
 
 
-def _squared(matrices: Tensor, norm: Tensor, bound: float) -> Tensor:
+def _squared(gpu: GPU, matrices: Tensor, norm: Tensor, norms: Tensor, bound: float) -> Tensor:
     """Scale, take the polynomial of the highest degree, and square (compute_T18_scale_square)."""
     parts = norm / bound
     logarithm = parts.log2()
@@ -91,9 +91,14 @@ def _squared(matrices: Tensor, norm: Tensor, bound: float) -> Tensor:
     factors = torch.pow(2, negative)
     del negative
     scaled = matrices * factors.view(-1, 1, 1)
-    polynomials = _degree_18(scaled)
+    polynomials = _by_sums(scaled, 5)
     sorted_times, order = times.sort()
     sorted_times = sorted_times.to(torch.int64)
+    with torch._C._DisableTorchDispatch():
+        known = norms.div(bound).log2().ceil().clamp(min=0).sort()[0].to(torch.int64)
+        groups, sizes = known.unique_consecutive(return_counts=True)
+        squares = groups.clamp(min=0).diff(prepend=groups.new_zeros(1))
+    gpu.simulation.values.keep(sorted_times, known)
     counts = torch.unique_consecutive(sorted_times, return_inverse=True, return_counts=True)[-1]
     sums = counts.cumsum(0)
     ends = sums - 1
@@ -104,18 +109,17 @@ def _squared(matrices: Tensor, norm: Tensor, bound: float) -> Tensor:
     zero = different.new_zeros(1)
     steps = different.diff(prepend=zero)
     del zero
-    both = torch.cat((ends, steps)).to("cpu")
-    groups = both.view(2, -1).tolist()
+    torch.cat((ends, steps))  # for the host
     rest = polynomials.index_select(0, order)
     pieces = []
-    for (before, end), squares in zip(pairwise((-1, *groups[0])), groups[1], strict=True):
-        for _ in range(squares):
+    for size, count in zip(sizes.tolist(), squares.tolist(), strict=True):
+        for _ in range(count):
             product = torch.empty_like(rest)
             torch.bmm(rest, rest, out=product)
             rest = product
             del product
-        pieces.append(rest[: end - before])
-        rest = rest[end - before :]
+        pieces.append(rest[:size])
+        rest = rest[size:]
     joined = torch.cat(pieces)
     places = order.sort()[-1]
     result = joined.index_select(0, places)
@@ -126,7 +130,7 @@ def _squared(matrices: Tensor, norm: Tensor, bound: float) -> Tensor:
     return result
 
 
-# Polynomials.
+# Polynomials: sums of powers and of products. Coefficients come from the host, and are not needed.
 
 
 _FACTORS = ((1, 1), (1, 2), (3, 3))
@@ -150,15 +154,16 @@ def _product(target: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return torch.bmm(one, other, out=target)
 
 
-def _brought(matrices: Tensor, coefficients: Sequence[Sequence[float]]) -> Tensor:
-    """Return ``coefficients`` as real numbers beside ``matrices``, copied from the host."""
-    real = torch.empty(0, dtype=matrices.dtype, device="meta").real.dtype
-    return torch.tensor(coefficients, dtype=real, device="cpu").to(matrices.device)
+def _brought(matrices: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers beside ``matrices``, by default real ones, copied from the host."""
+    return torch.empty(shape, dtype=dtype or matrices.dtype.to_real(), device="cpu").to(
+        matrices.device
+    )
 
 
-def _sum_of(matrices: Tensor, *coefficients: float) -> Tensor:
-    brought = _brought(matrices, [coefficients])
-    sums: Tensor = _aten._compute_linear_combination(matrices, brought)
+def _sum_of(powers: Tensor) -> Tensor:
+    coefficients = _brought(powers, 1, len(powers))
+    sums: Tensor = _aten._compute_linear_combination(powers, coefficients)
     return sums.squeeze(0)
 
 
@@ -174,84 +179,35 @@ def _degree_2(matrices: Tensor) -> Tensor:
 
 def _degree_4(matrices: Tensor) -> Tensor:
     powers = _powers(matrices, 4, 3)
-    _product(powers[3], powers[2], _sum_of(powers[:3], 1 / 2, 1 / 6, 1 / 24))
-    return _sum_of(powers, 1.0, 1.0, 0.0, 1.0)
+    _product(powers[3], powers[2], _sum_of(powers[:3]))
+    return _sum_of(powers)
 
 
 def _degree_8(matrices: Tensor) -> Tensor:
-    root = 177**0.5
-    x3 = 2 / 3
-    x1, x2 = x3 * (1 + root) / 88, x3 * (1 + root) / 352
-    x4, x5 = (-271 + 29 * root) / (315 * x3), (-11 + 11 * root) / (1260 * x3)
-    x6, x7 = (-99 + 11 * root) / (5040 * x3), (89 - root) / (5040 * x3)
     powers = _powers(matrices, 5, 3)
-    _product(powers[3], powers[2], _sum_of(powers[1:3], x1, x2))
+    _product(powers[3], powers[2], _sum_of(powers[1:3]))
     # C++ evaluates the last argument first.
-    second = _sum_of(powers[:4], x4, x5, x6, x7)
-    first = _sum_of(powers[2:4], x3, 1.0)
+    second = _sum_of(powers[:4])
+    first = _sum_of(powers[2:4])
     _product(powers[4], first, second)
     del first, second
-    return _sum_of(powers, 1.0, 1.0, (857 - 58 * root) / 630, 0.0, 1.0)
+    return _sum_of(powers)
 
 
-_COEFFICIENTS_12 = (
-    (9.0198e-16, 0.46932117595418237389, -0.20099424927047284052, -0.04623946134063071740),
-    (
-        *(5.31597895759871264183, 1.19926790417132231573),
-        *(0.01179296240992997031, 0.01108844528519167989),
-    ),
-    (
-        *(0.18188869982170434744, 0.05502798439925399070),
-        *(0.09351590770535414968, 0.00610700528898058230),
-    ),
-    (-2.0861320e-13, -0.13181061013830184015, -0.02027855540589259079, -0.00675951846863086359),
-)
-_COEFFICIENTS_18 = (
-    (
-        *(0.0, -1.00365581030144618291e-01, -8.02924648241156932449e-03),
-        *(-8.92138498045729985177e-04, 0.0),
-    ),
-    (
-        *(0.0, 3.97849749499645077844e-01, 1.36783778460411720168e00),
-        *(4.98289622525382669416e-01, -6.37898194594723280150e-04),
-    ),
-    (
-        *(-1.09676396052962061844e01, 1.68015813878906206114e00, 5.71779846478865511061e-02),
-        *(-6.98210122488052056106e-03, 3.34975017086070470649e-05),
-    ),
-    (
-        *(-9.04316832390810593223e-02, -6.76404519071381882256e-02, 6.75961301770459654925e-02),
-        *(2.95552570429315521194e-02, -1.39180257516060693404e-05),
-    ),
-    (
-        *(0.0, 0.0, -9.23364619367118555360e-02),
-        *(-1.69364939002081722752e-02, -1.40086798182036094347e-05),
-    ),
-)
-
-
-def _by_coefficients(
-    matrices: Tensor, coefficients: Sequence[Sequence[float]], first: tuple[int, int, int]
-) -> Tensor:
-    """Return a polynomial of products of sums; ``first`` are a sum and the factors added to it."""
-    brought = _brought(matrices, coefficients)
-    powers = _powers(matrices, len(coefficients), len(coefficients))
-    sums = _aten._compute_linear_combination(powers, brought)
-    target, one, other = first
-    sums[target].add_(_product(powers[0], sums[one], sums[other]))
-    factor = sums[target - 1].add_(sums[target])
-    result: Tensor = sums[target - 2].add_(_product(powers[0], factor, sums[target]))
-    del powers, brought
+def _by_sums(matrices: Tensor, count: int) -> Tensor:
+    """Degree 12, of products of four sums of four powers, or 18, of five."""
+    coefficients = _brought(matrices, count, count)
+    powers = _powers(matrices, count, count)
+    sums = _aten._compute_linear_combination(powers, coefficients)
+    sums[2].add_(_product(powers[0], sums[3], sums[3]))
+    result: Tensor = sums[0].add_(_product(powers[0], sums[1], sums[2]))
+    del powers, coefficients
     return result
-
-
-def _degree_18(matrices: Tensor) -> Tensor:
-    return _by_coefficients(matrices, _COEFFICIENTS_18, (3, 0, 4))
 
 
 _POLYNOMIALS: tuple[Callable[[Tensor], Tensor], ...] = (
     *(_degree_1, _degree_2, _degree_4, _degree_8),
-    lambda matrices: _by_coefficients(matrices, _COEFFICIENTS_12, (2, 3, 3)),
+    lambda matrices: _by_sums(matrices, 4),
 )
 
 
@@ -324,6 +280,3 @@ BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten.diagonal_scatter.default": diagonal_scatter,
     "aten.linalg_matrix_exp.default": matrix_exp,
 }
-
-DECIDING = frozenset({"aten.linalg_matrix_exp.default"})
-"""Overloads that decide by values of their parts, which are followed one by one."""

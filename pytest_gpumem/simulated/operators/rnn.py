@@ -22,11 +22,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.machine.cpu_kernels import recurrent
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.operators import cudnn_rnn
-from pytest_gpumem.simulated.operators.rules import Composite, Scratch, decompose, is_traced
+from pytest_gpumem.simulated.operators.rules import (
+    Composite,
+    Scratch,
+    decompose,
+    first_of,
+    is_traced,
+    sums_in_float32,
+)
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _DTYPES = frozenset({torch.float16, torch.float32, torch.float64})
@@ -120,7 +126,7 @@ def _layer(name: str, overload: Any, gpu: GPU, *args: Any) -> Any:
         return _run(gpu, name, input, hx, params, shape, lengths)
     has_cell = not is_packed and name in ("lstm", "gru")
     if has_cell and input.is_cuda and not is_traced(input):
-        return run_in_steps(gpu, name, input, hx, params, shape)
+        return run_in_steps(name, input, hx, params, shape)
     return decompose(overload, *args)
 
 
@@ -268,67 +274,38 @@ def _lstm_step(input: Tensor, state: tuple[Tensor, Tensor], parameters: Any) -> 
     return (torch.matmul(hidden, projection[0].t()) if projection else hidden), cell
 
 
-def _gru_cell(gpu: GPU, *args: Any) -> Any:
+def _gru_cell(*args: Any) -> Any:
     input, hx, *parameters = args
     if not input.is_cuda:
         return decompose(_aten.gru_cell.default, *args)
     if is_traced(input):
         # torch has no shapes for it: compiled code breaks here, and continues after it.
         raise UnsupportedOperatorException(_aten._thnn_fused_gru_cell.default)
-    return _gru_step(gpu, input, hx, parameters)
+    return _gru_step(input, hx, parameters)
 
 
-def _gru_step(gpu: GPU, input: Tensor, hx: Tensor, parameters: Any) -> Any:
+def _gru_step(input: Tensor, hx: Tensor, parameters: Any) -> Any:
     w_ih, w_hh, b_ih, b_hh = parameters
     gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()))
-    return _FusedGruCell.apply(gpu, *gates, hx, b_ih, b_hh)  # type: ignore[no-untyped-call]  # torch's
+    return first_of(_aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh))
 
 
-class _FusedGruCell(torch.autograd.Function):
-    """_thnn_fused_gru_cell and its backward."""
+def _fused_gru(hx: Tensor) -> tuple[Tensor, Tensor]:
+    workspace = hx.new_empty((hx.shape[0], hx.shape[1] * 5))
+    return torch.empty_like(hx, memory_format=torch.contiguous_format), workspace
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        gpu: GPU,
-        input_gates: Tensor,
-        hidden_gates: Tensor,
-        hx: Tensor,
-        input_bias: Tensor | None,
-        hidden_bias: Tensor | None,
-    ) -> Tensor:
-        workspace = hx.new_empty((hx.shape[0], hx.shape[1] * 5))
-        # Its gradient may be differentiated, which takes all of them (derivatives.yaml); they are
-        # released in the order of their names.
-        ctx.save_for_backward(hidden_bias, hidden_gates, hx, input_bias, input_gates, workspace)
-        ctx.biases = (input_bias is not None, hidden_bias is not None)
-        output = torch.empty_like(hx, memory_format=torch.contiguous_format)
-        gates = (input_gates, hidden_gates, hx, input_bias, hidden_bias)
-        ctx.gpu = gpu
-        gpu.simulation.values.assign((output, workspace), recurrent.gru_cell, *gates)
-        return output
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *_, workspace = ctx.saved_tensors
-        batch, size = gradients[0].shape
-        grad_input_gates = workspace.new_empty((batch, 3 * size))
-        grad_hidden_gates = workspace.new_empty((batch, 3 * size))
-        grad_hx = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
-        ctx.gpu.simulation.values.assign(
-            (grad_input_gates, grad_hidden_gates, grad_hx),
-            recurrent.gru_cell_backward,
-            gradients[0],
-            workspace,
-        )
-        grad_biases = [
-            gates.sum(0) if has_bias else None
-            for gates, has_bias in zip(
-                (grad_input_gates, grad_hidden_gates), ctx.biases, strict=True
-            )
-        ]
-        wanted = grad_hx if ctx.needs_input_grad[3] else None
-        return None, grad_input_gates, grad_hidden_gates, wanted, *grad_biases
+def _fused_gru_backward(
+    grad_hy: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor | None, ...]:
+    batch, size = grad_hy.shape
+    gates = [workspace.new_empty((batch, 3 * size)) for _ in range(2)]
+    grad_hx = torch.empty_like(grad_hy, memory_format=torch.contiguous_format)
+    return *gates, grad_hx, *(_by_bias(each) if has_bias else None for each in gates)
+
+
+def _by_bias(gates: Tensor) -> Tensor:
+    return gates.sum(0, dtype=torch.float32 if sums_in_float32(gates) else None)
 
 
 def _fused_lstm(input_gates: Tensor, cx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -336,6 +313,15 @@ def _fused_lstm(input_gates: Tensor, cx: Tensor) -> tuple[Tensor, Tensor, Tensor
     workspace = torch.empty_like(input_gates, memory_format=torch.contiguous_format)
     hidden, cell = (torch.empty_like(cx, memory_format=torch.contiguous_format) for _ in range(2))
     return hidden, cell, workspace
+
+
+def _fused_lstm_backward(
+    cx: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    gates, grad_cx = (
+        torch.empty_like(each, memory_format=torch.contiguous_format) for each in (workspace, cx)
+    )
+    return gates, grad_cx, _by_bias(gates) if has_bias else None
 
 
 # Layers of padded sequences.
@@ -395,7 +381,7 @@ def _steps(
 
 
 def run_in_steps(
-    gpu: GPU, name: str, input: Tensor, hx: Any, params: list[Tensor], shape: Sequence[Any]
+    name: str, input: Tensor, hx: Any, params: list[Tensor], shape: Sequence[Any]
 ) -> Any:
     """Run an ``lstm`` or a ``gru``; ``shape`` is what follows the parameters in its schema."""
     has_biases, layers, dropout, train, bidirectional, batch_first = shape
@@ -406,9 +392,8 @@ def run_in_steps(
     by_time = input.transpose(0, 1) if batch_first else input
     chances = dropout if train else 0.0
     if name == "gru":
-        cell: _Cell = partial(_gru_step, gpu)
         states = list(hx.unbind(0))
-        output, finals = _stacked(cell, by_time, states, groups, chances, bidirectional)
+        output, finals = _stacked(_gru_step, by_time, states, groups, chances, bidirectional)
         last: tuple[Tensor, ...] = (torch.stack(finals),)
     else:
         states = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
@@ -430,5 +415,8 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
 BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten._cudnn_rnn.default": _forward,
     "aten._cudnn_rnn_backward.default": _backward,
+    "aten._thnn_fused_gru_cell.default": _fused_gru,
+    "aten._thnn_fused_gru_cell_backward.default": _fused_gru_backward,
     "aten._thnn_fused_lstm_cell.default": _fused_lstm,
+    "aten._thnn_fused_lstm_cell_backward_impl.default": _fused_lstm_backward,
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from pytest_gpumem.simulated.common.callsite import clear_own_frames, provenance
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, Signature
@@ -214,6 +216,38 @@ def _bound(
     return signature.given, signature.taking(composite)
 
 
+class _Within(threading.local):
+    in_place: Mapping[OpOverload, OpOverload] = {}
+
+
+within = _Within()
+"""Operators that the running composite calls in place, by those it calls for subclasses."""
+CALLED_IN_PLACE: set[OpOverload] = set()
+"""Operators of which that holds within any composite."""
+
+
+def with_in_place(composite: OpOverload, operators: Mapping[OpOverload, OpOverload]) -> Composite:
+    """Return ``composite`` with some of its operators in place, as for tensors of no subclass.
+
+    Source: the uses of isTensorSubclassLike and areAnyTensorSubclassLike in aten/src/ATen/native.
+    """
+    CALLED_IN_PLACE.update(operators)
+
+    def call(*args: Any) -> Any:
+        given, named = passed(composite, args)
+        with having(within, "in_place", operators):
+            return decompose(composite, *given, **named)
+
+    return call
+
+
+def passed(operator: OpOverload, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return all arguments of a call by position, and those that are passed by name."""
+    named = [each.name for each in operator._schema.arguments if each.kwarg_only]
+    count = len(args) - len(named)
+    return args[:count], dict(zip(named, args[count:], strict=True))
+
+
 def first_of(results: Iterable[Any]) -> Any:
     """Return the first result; the others are freed first to last, as in a std::tuple."""
     held = list(results)
@@ -227,3 +261,26 @@ def first_of(results: Iterable[Any]) -> Any:
 def is_traced(tensor: Tensor) -> bool:
     """Return whether a compiler traces ``tensor``, so that a composite must stay in parts."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+class _Outer(threading.local):
+    depth = 0
+
+
+outer = _Outer()
+"""Calls under autocast that are not cast themselves, but whose C++ calls others that are."""
+
+
+def sums_in_float32(tensor: Tensor) -> bool:
+    """Return whether ``at::sum`` of ``tensor``, called in an outer call, is cast."""
+    return outer.depth > 0 and eligible(tensor)
+
+
+def eligible(tensor: Any) -> bool:
+    """Return whether CUDA's autocast casts ``tensor``."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_cuda
+        and tensor.dtype.is_floating_point
+        and tensor.dtype != torch.float64
+    )

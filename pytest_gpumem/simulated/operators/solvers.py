@@ -1,11 +1,10 @@
-"""Systems of linear equations, least squares and determinants: what torch takes for them.
+"""Systems of linear equations and least squares: what torch takes for them.
 
 Source: aten/src/ATen/native/BatchLinearAlgebra.cpp (linalg_solve_triangular_out,
-linalg_lstsq_out_info, linalg_ldl_solve_out), LinearAlgebra.cpp (_linalg_det_out,
-_linalg_slogdet_out) and native/cuda/linalg/BatchLinearAlgebra.cpp (triangular_solve_kernel,
-lu_solve_kernel, linalg_lstsq_gels, lstsq_kernel, _cholesky_solve_helper_cuda,
-cholesky_inverse_kernel_impl); their order is that of torch's own code on the dry device, 2.6 to
-2.15.
+linalg_lstsq_out_info, linalg_ldl_solve_out) and native/cuda/linalg/BatchLinearAlgebra.cpp
+(triangular_solve_kernel, lu_solve_kernel, linalg_lstsq_gels, lstsq_kernel,
+_cholesky_solve_helper_cuda, cholesky_inverse_kernel_impl); their order is that of torch's own code
+on the dry device, 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -301,44 +300,7 @@ def _by_reflections(gpu: GPU, A: Tensor, made: Tensor) -> None:
         borrow(gpu, CODE)
 
 
-# Determinants.
-
-
-def _swaps(gpu: GPU, scratch: Scratch, count: int, rows: int) -> int:
-    """Take the number of rows that pivots have moved; returns its address."""
-    places = scratch.take(rows * CODE)
-    moved = scratch.take(count * rows)
-    sums = scratch.take(count * INDEX_BYTES)
-    borrow(gpu, count * rows * INDEX_BYTES)
-    scratch.drop(moved, places)
-    return sums
-
-
-def _determined(gpu: GPU, A: Tensor) -> None:
-    """``_linalg_det``: the error code, the product of the diagonal, the sign of the permutation."""
-    count, rows = count_of(A), A.shape[-1]
-    scratch = Scratch(gpu, count * CODE)
-    factorize(gpu, A, "linalg_det")
-    scratch.take(count * A.element_size())
-    scratch.drop(_swaps(gpu, scratch, count, rows))
-
-
-def _sign_and_logarithm(gpu: GPU, A: Tensor) -> None:
-    """``_linalg_slogdet``: as ``_linalg_det``, but it takes signs and absolute values apart."""
-    count, rows, size = count_of(A), A.shape[-1], A.element_size()
-    scratch = Scratch(gpu, count * CODE)
-    factorize(gpu, A, "linalg_slogdet")
-    sums = _swaps(gpu, scratch, count, rows)
-    borrow(gpu, count * rows * size, count * size)
-    scratch.drop(sums)
-    # Of complex numbers the real parts are taken behind.
-    diagonal = count * rows * size
-    borrow(gpu, *[diagonal // 2, diagonal] if A.is_complex() else [diagonal])
-
-
 RULES = {
-    "_linalg_det": Rule(after=_determined),
-    "_linalg_slogdet": Rule(after=_sign_and_logarithm),
     "_linalg_solve_ex": Rule(after=_solved),
     "cholesky_inverse": Rule(after=_cholesky_inverted),
     "cholesky_solve": Rule(outputs=_cholesky_solved),

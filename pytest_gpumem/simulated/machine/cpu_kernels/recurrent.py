@@ -135,14 +135,13 @@ def _lstm_cell_backward(
     return gates, cell * forget, gates.sum(0) if has_bias else None
 
 
-def gru_cell(
+def _gru_cell(
     input_gates: Tensor,
     hidden_gates: Tensor,
     hx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
+    input_bias: Tensor | None,
+    hidden_bias: Tensor | None,
 ) -> Any:
-    """Return the new state, and the tensors that the kernel keeps for its backward."""
     given = _sum(input_gates, input_bias).chunk(3, 1)
     held = _sum(hidden_gates, hidden_bias).chunk(3, 1)
     reset, update = (given[0] + held[0]).sigmoid(), (given[1] + held[1]).sigmoid()
@@ -150,23 +149,13 @@ def gru_cell(
     return new + update * (hx - new), torch.cat([reset, update, new, hx, held[2]], 1)
 
 
-def gru_cell_backward(gradient: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of :func:`gru_cell` by both kinds of gates and by the state."""
-    reset, update, new, hx, held = workspace.chunk(5, 1)
-    by_new = gradient * (1 - update) * (1 - new**2)
-    by_reset = by_new * held * reset * (1 - reset)
-    by_update = gradient * (hx - new) * update * (1 - update)
-    return (
-        torch.cat([by_reset, by_update, by_new], 1),
-        torch.cat([by_reset, by_update, by_new * reset], 1),
-        gradient * update,
-    )
-
-
 def _gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> Any:
-    given, held, state = gru_cell_backward(grad_hy, workspace)
-    biases = (given.sum(0), held.sum(0)) if has_bias else (None, None)
-    return given, held, state, *biases
+    reset, update, new, hx, held = workspace.chunk(5, 1)
+    by_new = grad_hy * (1 - update) * (1 - new**2)
+    by_reset = by_new * held * reset * (1 - reset)
+    by_update = grad_hy * (hx - new) * update * (1 - update)
+    gates = [torch.cat([by_reset, by_update, each], 1) for each in (by_new, by_new * reset)]
+    return *gates, grad_hy * update, *(each.sum(0) if has_bias else None for each in gates)
 
 
 def _sum(*terms: Tensor | None) -> Tensor:
@@ -181,7 +170,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "aten::_cudnn_rnn_backward": _recurrent_backward,
     "aten::_thnn_fused_lstm_cell": _lstm_cell,
     "aten::_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
-    "aten::_thnn_fused_gru_cell": gru_cell,
+    "aten::_thnn_fused_gru_cell": _gru_cell,
     "aten::_thnn_fused_gru_cell_backward": _gru_cell_backward,
 }
 """By operator name."""

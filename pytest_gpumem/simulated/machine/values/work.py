@@ -28,12 +28,13 @@ _WITH_FORMULA = frozenset(
         "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention "
         "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention "
         "_scaled_dot_product_flash_attention_backward _scaled_mm _slow_conv2d_forward addmm "
-        "baddbmm bmm convolution convolution_backward convolution_overrideable cudnn_convolution mm"
+        "baddbmm bmm convolution convolution_backward cudnn_convolution mm"
     ).split()
 )
 """Operators that torch has a formula for (torch/utils/flop_counter.py, 2.6 to 2.15), but for those
-whose formulas read the values of their arguments. Which of them have one in the present release is
-looked up late: torch imports Triton along with them, where it is installed."""
+whose formulas read the values of their arguments, and for ``convolution_overrideable``, a part of a
+convolution. Which of them have one in the present release is looked up late: torch imports Triton
+along with them, where it is installed."""
 
 _PROBES = {torch.float32: 512, torch.float64: 512, torch.float16: 256, torch.bfloat16: 256}
 """Rows of the product that measures the host's speed: halves may have no fast kernel."""
