@@ -293,7 +293,7 @@ def pytest_unconfigure(config):
 
     rooms = (
         "cached_answers device device.host_gpus device.select hookspecs late_modules"
-        " option_values options paths plugin report report.header report.pytest_reports session"
+        " option_values options paths plugin quoting report report.header report.pytest_reports session"
         " session.collection session.context session.expected"
         " session.results session.session"
     )

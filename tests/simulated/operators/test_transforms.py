@@ -41,7 +41,11 @@ def test_the_kernels_of_vmap(on: Any, case: str) -> None:
     run, expected = CASES[case]
     gpu = on("A100-40GB", "2.15")
     given = torch.randn(3, 2, 4, 16, 32, device="cuda", dtype=torch.bfloat16)
-    assert gpu.of(lambda: run(given)) == expected
+    events = gpu.of(lambda: run(given))
+    made = sum(size > 0 for size in expected)
+    assert events[:made] == expected[:made]
+    # A function's results are freed together: from the last on, if Dynamo is imported.
+    assert sorted(events[made:]) == sorted(expected[made:])
 
 
 def test_attention_within_a_gradient(on: Any) -> None:
