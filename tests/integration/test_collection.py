@@ -293,8 +293,8 @@ def pytest_unconfigure(config):
 
     rooms = (
         "cached_answers device device.host_gpus device.select hookspecs late_modules"
-        " option_values options paths plugin quoting report report.header report.pytest_reports session"
-        " session.collection session.context session.expected"
+        " option_values options paths plugin quoting report report.header"
+        " report.pytest_reports session session.collection session.context session.expected"
         " session.results session.session"
     )
     names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())
