@@ -423,6 +423,9 @@ def test_decides_by_what_algorithms_return():
             assert torch.equal(found.cpu(), expected)
     numbers = torch.arange(500).cuda()
     assert torch.isin(numbers, numbers[:90] * 2).sum() == 90
+    # Numbers that a copy has brought, and one that torch itself makes a tensor of the device.
+    assert torch.isin(torch.tensor([7], device="cuda"), torch.tensor(7, device="cuda")).any()
+    assert torch.isin(7, numbers) and not torch.isin(7.5, numbers[:2])
     sums = torch.segment_reduce(torch.ones(6).cuda(), "sum", lengths=torch.tensor([2, 4]).cuda())
     assert sums.tolist() == [2, 4]
     mask = torch.tensor([True, False, True]).cuda()

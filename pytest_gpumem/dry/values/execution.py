@@ -152,7 +152,7 @@ class Execution:
         draws = operator.random and torch.cuda.is_initialized()
         if draws and not torch.cuda.is_current_stream_capturing():
             values.random.begin(values.generator_of(kwargs.get("generator")))
-        result = _run(operator, args, kwargs)
+        result = self._run(operator, args, kwargs)
         # Where tensors of a GPU, and of no other kind, are made or written to.
         first = next((one for one in raw.tensors_in((result, args)) if one.is_cuda), None)
         if first is not None and first.__class__ in raw.PLAIN:
@@ -230,7 +230,7 @@ class Execution:
         values = self._values
         captured = torch.cuda.is_current_stream_capturing()  # a replay would not compute it anew
         made = None if captured else sizes.from_parts(values, operator, args, kwargs)
-        result = _run(operator, args, kwargs)
+        result = self._run(operator, args, kwargs)
         known: list[torch.Tensor | None] = [
             part for one in raw.tensors_in(made) for part in sizes.strided_of(one)
         ]
@@ -346,20 +346,39 @@ class Execution:
                 self._storages.mark_unknown(tensor)
         return result
 
+    def _run(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator; where it decides by what it calls, that is followed, too."""
+        func = operator.func
+        given = [tensor for tensor in raw.tensors_in((args, kwargs)) if tensor.is_cuda]
+        is_sparse = any(tensor.layout is not torch.strided for tensor in given)
+        decides = operator.name in _DECIDING or operator.name.startswith(sizes.MAKES_PARTS)
+        if not given or not (is_sparse or decides):
+            return func(*args, **kwargs)
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        is_compressed = any(tensor.layout not in _COO for tensor in given)
+        keys = _KEYS if is_compressed else _KEYS[1:] if is_sparse else _KEYS[2:]
+        key = next((key for key in keys if has_kernel(func.name(), key.name)), None)
+        if key is None:
+            return func(*args, **kwargs)
+        with seen():
+            if operator.name == "aten::isin" and not isinstance(args[0], torch.Tensor):
+                result = _isin_of_number(func, args, kwargs)
+            else:
+                result = func._op_dk(key, *args, **kwargs)
+        with torch._C._DisableTorchDispatch():
+            self._values.track(given)  # those inside have ended it
+        return result
 
-def _run(operator: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Run an operator; where it decides by what it calls, that is followed, too."""
-    func = operator.func
-    given = [tensor for tensor in raw.tensors_in((args, kwargs)) if tensor.is_cuda]
-    is_sparse = any(tensor.layout is not torch.strided for tensor in given)
-    decides = operator.name in _DECIDING or operator.name.startswith(sizes.MAKES_PARTS)
-    if not given or not (is_sparse or decides):
-        return func(*args, **kwargs)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    is_compressed = any(tensor.layout not in _COO for tensor in given)
-    keys = _KEYS if is_compressed else _KEYS[1:] if is_sparse else _KEYS[2:]
-    key = next((key for key in keys if has_kernel(func.name(), key.name)), None)
-    if key is None:
-        return func(*args, **kwargs)
-    with seen():
-        return func._op_dk(key, *args, **kwargs)
+
+def _isin_of_number(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    """Run ``isin`` of a number, which torch makes a tensor of the device with the type of C++.
+
+    Marked as a number, and such a tensor cannot pass through Python (``toPyObject`` of
+    torch/csrc/jit/python/pybind_utils.cpp, torch 2.6 to 2.15).
+    """
+    number, others, *flags = args
+    dtype = torch.float64 if isinstance(number, float) else None
+    element = torch.full((), number, dtype=dtype, device=others.device)
+    overload = func._overloadname.replace("Scalar_Tensor", "Tensor_Tensor")
+    result: torch.Tensor = getattr(torch.ops.aten.isin, overload)(element, others, *flags, **kwargs)
+    return result

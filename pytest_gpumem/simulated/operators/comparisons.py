@@ -53,11 +53,16 @@ PARTS: dict[str, Callable[..., None]] = {
 
 def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None = None) -> None:
     """Run isin: few others are compared with all, eq().any(-1); many are sorted, by values."""
-    if elements is None or test_elements is None:
+    if test_elements is None:
         return
-    count, others = elements.numel(), test_elements.numel()
+    count, others = 1 if elements is None else elements.numel(), test_elements.numel()
     if count and others < int(10 * math.pow(count, 0.145)):
         borrow(gpu, count * others, count)
+
+
+def _element(gpu: GPU, element: float | None = None) -> Scratch | None:
+    """Make a number a tensor of 64 bits."""
+    return None if element is None else Scratch(gpu, 8)
 
 
 def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scratch | None:
@@ -235,7 +240,7 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
 
 RULES = {
     "_assert_async": Rule(before=_assert),
-    "isin": Rule(after=_isin),
+    "isin": Rule(before=_element, after=_isin),
     "fake_quantize_per_channel_affine_cachemask": Rule(before=_zero_points),
     "searchsorted bucketize": Rule(before=_number, after=_search),
     "nonzero_static": Rule(after=_static),

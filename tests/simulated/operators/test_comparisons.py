@@ -51,6 +51,8 @@ def test_few_others_are_compared_with_all_elements(on: Any) -> None:
     x, few = torch.randn(20, device="cuda"), torch.randn(5, device="cuda")
     # 5 is below 10 · 20^0.145, which is 15: 100 pairs, and whether one of five is equal.
     assert gpu.of(lambda: torch.isin(x, few)) == [20, 100, 20, -20, -100]
+    # A number becomes a tensor of 64 bits.
+    assert gpu.of(lambda: torch.isin(7, few)) == [8, 1, 5, 1, -1, -5, -8]
 
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted")
