@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn import parameter
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import Method, Patches
@@ -29,7 +29,8 @@ from pytest_gpumem.simulated.surface.wrappers import is_wrapper
 
 _to: Callable[..., torch.Tensor] = raw.base("to")
 _type = raw.base("type")
-_lazy_shape: Callable[[torch.Tensor], torch.Size] = vars(UninitializedTensorMixin)["shape"].fget
+_Lazy: Any = vars(parameter)["UninitializedTensorMixin"]
+_lazy_shape: Callable[[torch.Tensor], torch.Size] = _Lazy.shape.fget
 
 
 class Tensors(TensorReads):
@@ -146,7 +147,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(tensor, name, Method(function, getattr(tensor, name)))
     patches.add(tensor, "__new__", staticmethod(_new))
     patches.wrap(torch.UntypedStorage, "data_ptr", surface.storage_data_ptr)
-    patches.add(UninitializedTensorMixin, "shape", property(_shape_of_lazy))
+    patches.add(_Lazy, "shape", property(_shape_of_lazy))
 
 
 def _shape_of_lazy(tensor: torch.Tensor) -> torch.Size:
