@@ -187,6 +187,7 @@ class Runner:
             return True
         checks.refuse_mixed(func, tensors)
         checks.refuse_types(func, tensors, (*args, *kwargs.values()))
+        checks.refuse_cast(func, args, kwargs)
         return False
 
     def track(self, result: Any, device: GPU) -> None:

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, named
 from pytest_gpumem.simulated.machine.storages import Storages
@@ -136,6 +138,37 @@ def refuse_types(func: Any, tensors: Sequence[Placed], others: Iterable[Any]) ->
     if len(set(types.values())) > 1 and strided and not has_type:
         listed = ", ".join(f"{each} {types[each]}" for each in compared if each in types)
         raise RuntimeError(f"{name} expects tensors of the same dtype, but got {listed}")
+
+
+_CASTS = ("can't be cast", "with a bool tensor")
+
+
+def refuse_cast(func: Any, args: Args, kwargs: Kwargs) -> None:
+    """Raise torch's error where ``func`` writes a type that the tensor it writes to cannot take.
+
+    Meta kernels in Python accept it (``mul_``) or have other words. CPU kernels ask the same
+    TensorIterator (ATen/TensorIterator.cpp, compute_types): one runs on an element of each tensor.
+    """
+    if torch.Tag.pointwise not in func.tags or not func._schema.is_mutable:
+        return
+    has_complex = any(isinstance(each, complex) for each in (*args, *kwargs.values()))
+    if not has_complex and all(each.is_floating_point() for each in tensors_in((args, kwargs))):
+        return
+
+    def single(tensor: torch.Tensor) -> torch.Tensor:
+        if raw.is_meta(tensor):
+            return raw.empty((1,) * tensor.dim(), dtype=tensor.dtype, device=raw.CPU).fill_(1)
+        return tensor.clone() if tensor.dim() else tensor  # a number's tensor knows that it is one
+
+    args, kwargs = tree_map_only(torch.Tensor, single, (args, dict(kwargs)))
+    for each in func._schema.arguments:
+        if each.is_out:
+            kwargs[each.name] = kwargs[each.name].new_empty(0)  # takes any size without a warning
+    try:
+        func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        if any(words in str(error) for words in _CASTS):
+            raise
 
 
 IN_CHILD = (

@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
+from torch.nn import parameter
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import refuse
 from pytest_gpumem.simulated.common.patching import Method, Patches
 from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -30,6 +29,8 @@ from pytest_gpumem.simulated.surface.wrappers import is_wrapper
 
 _to: Callable[..., torch.Tensor] = raw.base("to")
 _type = raw.base("type")
+_Lazy: Any = vars(parameter)["UninitializedTensorMixin"]
+_lazy_shape: Callable[[torch.Tensor], torch.Size] = _Lazy.shape.fget
 
 
 class Tensors(TensorReads):
@@ -54,11 +55,6 @@ class Tensors(TensorReads):
         if is_wrapper(tensor):
             return self._wrapper_to(tensor, device, args, kwargs)
         block = self._block(tensor)
-        if block is not None and is_lazy(tensor) and device.type == "cpu":
-            refuse(
-                "a lazy module moves back to the host",
-                "before it has a shape, which it cannot on a simulated GPU: run it once first",
-            )
         is_sparse = tensor.layout is torch.sparse_coo and not raw.is_meta(tensor)
         if device.type == "cuda" and is_sparse and not tensor.requires_grad:
             return _uploaded(tensor, device, args, kwargs)
@@ -151,6 +147,14 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(tensor, name, Method(function, getattr(tensor, name)))
     patches.add(tensor, "__new__", staticmethod(_new))
     patches.wrap(torch.UntypedStorage, "data_ptr", surface.storage_data_ptr)
+    patches.add(_Lazy, "shape", property(_shape_of_lazy))
+
+
+def _shape_of_lazy(tensor: torch.Tensor) -> torch.Size:
+    # Inside of operators, where C++ reads sizes, functions of subclasses are turned off.
+    if torch._C._is_torch_function_enabled():
+        return _lazy_shape(tensor)
+    return tensor.size()
 
 
 def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:

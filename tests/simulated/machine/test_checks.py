@@ -161,3 +161,35 @@ def test_operators_that_combine_types_say_which(
     with simulate("T4"), pytest.raises(RuntimeError) as caught:
         operation(torch.ones(4, 4, device="cuda"))
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("write", "given", "result"),
+    [
+        (lambda x: x.add_(2.5), "Float", "Long"),
+        (lambda x: x.mul_(torch.ones(1, 4, device="cuda")), "Float", "Long"),
+        (lambda x: x.div_(2), "Float", "Long"),
+        (lambda x: x.addcmul_(torch.ones(4, device="cuda"), x), "Float", "Long"),
+        (lambda x: x.bool().mul_(2), "Long", "Bool"),
+        (lambda x: torch.exp(x, out=x), "Float", "Long"),
+        (lambda x: x.float().mul_(1j), "ComplexFloat", "Float"),
+    ],
+)
+def test_results_are_not_written_to_a_lower_type(
+    write: Callable[[torch.Tensor], Any], given: str, result: str
+) -> None:
+    """As the dry device says, torch 2.15; meta kernels of torch accept the second one."""
+    text = f"result type {given} can't be cast to the desired output type {result}"
+    with simulate("T4"):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=text):
+                write(torch.ones(4, 4, device="cuda", dtype=torch.int64))
+
+
+def test_results_are_written_to_a_higher_type() -> None:
+    with simulate("T4"):
+        whole = torch.ones(4, device="cuda", dtype=torch.int64)
+        torch.frexp(torch.ones(4, device="cuda"), out=(whole.float(), whole.int()))
+        torch.add(whole, whole, out=whole.float())
+        assert whole.mul_(2).tolist() == [2, 2, 2, 2]
+        assert whole.double().div_(whole).tolist() == [1, 1, 1, 1]

@@ -495,6 +495,11 @@ def _gradient_of_a_loop() -> Any:
 
 
 FUNCTIONS: dict[str, list[Call]] = {
+    "UninitializedTensorMixin.shape": [
+        lambda: torch.nn.UninitializedParameter().shape,
+        lambda: torch.nn.UninitializedParameter().size(),
+        lambda: repr(torch.nn.LazyLinear(2).load_state_dict(torch.nn.LazyLinear(2).state_dict())),
+    ],
     "_disable_current_modes": [_gradient_of_a_loop],
     "device": [
         lambda: untyped.device("cpu"),

@@ -184,8 +184,13 @@ def test_modules_move_by_number_and_lazy_ones_before_they_have_a_shape() -> None
         lazy(torch.ones(2, 8, device="cuda"))
         assert lazy.weight.is_cuda
         assert lazy.weight.shape == (4, 8)
-        with pytest.raises(UnsupportedOperatorError, match=r"run it once first$"):
-            nn.LazyLinear(4).cuda().cpu()
+        other = nn.LazyLinear(4).cuda().cpu().cuda()
+        with pytest.raises(RuntimeError, match="the shape of an uninitialized parameter"):
+            _ = other.weight.shape
+        for target in (nn.LazyLinear(4).cuda(), nn.LazyLinear(4)):
+            target.load_state_dict(other.state_dict())
+        other.load_state_dict(lazy.state_dict())
+        assert other.weight.shape == (4, 8)
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.signatures import UNREAD
@@ -32,10 +31,9 @@ class Layout(NamedTuple):
 
 def layout_of(tensor: torch.Tensor) -> Layout:
     """Return the layout of ``tensor``."""
-    # A lazy module's buffer has no shape otherwise.
-    shape = tensor.size() if is_lazy(tensor) else tensor.shape
+    size, step = tensor.size(), tensor.stride()  # a lazy module's parameter has no ``shape``
     offset = int(tensor.storage_offset())
-    return Layout(shape, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return Layout(size, step, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def view_of(base: torch.Tensor, layout: Layout) -> torch.Tensor:
