@@ -156,7 +156,7 @@ class Sharing:
         unknown = [
             (item, device)
             for item, expectation, device in tests
-            if not device.environment.simulated
+            if not (device.environment.simulated or device.environment.dry)
             and self._cost(item.nodeid, device).predicted is None
             and self._known(item.nodeid, expectation, device)[0] is None
         ]

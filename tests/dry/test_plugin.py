@@ -91,6 +91,7 @@ def project(dry_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param((), id="in this process"),
         pytest.param(("-n", "2"), id="workers"),
+        pytest.param(("-n", "2", "--gpumem-share"), id="workers that share a GPU"),
         pytest.param(("-p", "torch"), id="torch is imported first", marks=needs_libraries),
     ],
 )
