@@ -26,3 +26,12 @@ def test_every_file_and_name_of_a_page_is_in_the_package(page: str) -> None:
         else:
             unknown = [word for word in re.findall(r"\w+", code) if word not in SOURCE]
             assert not unknown, code
+
+
+@pytest.mark.parametrize("page", ["where_to_look.md", "how_a_test_runs.md"])
+def test_a_name_in_brackets_behind_a_file_is_in_that_file(page: str) -> None:
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    for file, name in re.findall(r"`([\w/]+\.py)`(?: \(|: )`([\w.]+)", text):
+        found = [path for path in FILES if path.as_posix().endswith(f"/{file}")]
+        word = name.rpartition(".")[2]
+        assert any(word in path.read_text(encoding="utf-8") for path in found), (file, name)
