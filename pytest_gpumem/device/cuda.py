@@ -89,9 +89,14 @@ class CudaDevice(Device):
     def environment(self) -> Environment:
         return self._environment.with_extra(self.extra)
 
+    @property
+    def _properties(self) -> Any:
+        with scope.opened():
+            return torch.cuda.get_device_properties(self.index)
+
     @cached_property
     def _environment(self) -> Environment:
-        properties = torch.cuda.get_device_properties(self.index)
+        properties = self._properties
         major, minor = (int(part) for part in torch.__version__.split(".")[:2])
         reading = read_device(_uuid(properties) or self.index)
         known = reading if isinstance(reading, NvmlReading) else None
@@ -109,7 +114,7 @@ class CudaDevice(Device):
 
     @property
     def total_memory(self) -> int:
-        total: int = torch.cuda.get_device_properties(self.index).total_memory
+        total: int = self._properties.total_memory
         return total
 
     @property
@@ -118,7 +123,7 @@ class CudaDevice(Device):
 
         Its name is the catalogue's where that has the model; initialises CUDA.
         """
-        properties = torch.cuda.get_device_properties(self.index)
+        properties = self._properties
         names = {known.full_name: known.name for known in GPUS.values()}
         model = GpuModel(
             name=names.get(properties.name, properties.name),
@@ -129,7 +134,7 @@ class CudaDevice(Device):
             max_threads_per_sm=properties.max_threads_per_multi_processor,
             l2_cache_bytes=properties.L2_cache_size,
         )
-        return Machine(model, torch.cuda.device_count())
+        return Machine(model, device_count())
 
     def active(self) -> AbstractContextManager[object]:
         """Make the device the current one if it was named; else keep CUDA's own choice."""
@@ -193,10 +198,11 @@ class CudaDevice(Device):
 
     def share(self, folder: Path) -> Sequence[NvmlDevice]:
         """Return the visible devices as NVML sees them, its own first; raises ``SharingError``."""
-        others = [index for index in range(torch.cuda.device_count()) if index != self.index]
+        others = [index for index in range(device_count()) if index != self.index]
         for index in (self.index, *others):
             has_context = torch.cuda.is_initialized if index == self.index else lambda: False
-            device = NvmlDevice(index, has_context)
+            with scope.opened():
+                device = NvmlDevice(index, has_context)
             self._shared[device.name] = index, device
         return [device for _, device in self._shared.values()]
 
@@ -246,7 +252,7 @@ class CudaDevice(Device):
 
     @cached_property
     def _reading(self) -> RepeatedReading:
-        return RepeatedReading(_uuid(torch.cuda.get_device_properties(self.index)) or self.index)
+        return RepeatedReading(_uuid(self._properties) or self.index)
 
 
 def _uuid(properties: Any) -> str | None:

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.device import ValueLevel
@@ -24,7 +23,6 @@ from pytest_gpumem.dry.placing import Fixtures
 from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.garbage import GROWTH, Collector
 from pytest_gpumem.measurement.fixtures import Renewed
-from pytest_gpumem.sharing.devices import NvmlDevice
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.surface import compilers
@@ -85,13 +83,9 @@ class DryDevice(CudaDevice, ComputingDevice):
     @cached_property
     def _environment(self) -> Environment:
         ranks = "" if self._requested is None else self._requested.name
-        with scope.opened():
-            real = super()._environment
-        return replace(real, gpu=self._name, driver=None, partition="", ranks=ranks, dry=True)
-
-    def share(self, folder: Path) -> Sequence[NvmlDevice]:
-        with scope.opened():
-            return super().share(folder)
+        return replace(
+            super()._environment, gpu=self._name, driver=None, partition="", ranks=ranks, dry=True
+        )
 
     @property
     def events_hash(self) -> int:

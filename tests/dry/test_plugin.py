@@ -129,6 +129,30 @@ def test_baselines_are_exact(project: Path) -> None:
     assert done.returncode == 1
 
 
+KEYWORDS = """
+import pytest, torch
+
+@pytest.mark.gpumem(min_memory="20GiB")
+def test_large_enough():
+    torch.empty(1024, device="cuda")
+
+@pytest.mark.gpumem(min_memory="200GiB")
+def test_too_small():
+    torch.empty(1024, device="cuda")
+
+@pytest.mark.gpumem(predict="1%")
+def test_predicted():
+    torch.empty(1024, device="cuda")
+"""
+
+
+def test_the_device_says_what_it_has_before_a_test_begins(dry_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "test_keywords.py").write_text(KEYWORDS)
+    done = pytest_in(tmp_path)
+
+    assert "2 passed, 1 skipped" in done.stdout
+
+
 def test_the_device_may_be_there_for_the_whole_session(project: Path) -> None:
     done = pytest_in(project, "--gpumem-sim-scope=session", "-k", "unmarked")
 
