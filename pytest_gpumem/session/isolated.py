@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from pytest_gpumem.dry import scope
 from pytest_gpumem.values.world import World
 
 PRELOADED = ("pytest", "torch", "pytest_gpumem.session.isolated", "pytest_gpumem.session.prepare")
@@ -62,7 +63,9 @@ def prepare() -> Any:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
-    ensure_running()
+    # The server imports torch, so a dry device has to be there when it starts.
+    with scope.opened():
+        ensure_running()
     return context
 
 

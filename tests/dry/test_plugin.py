@@ -143,6 +143,10 @@ def test_too_small():
 @pytest.mark.gpumem(predict="1%")
 def test_predicted():
     torch.empty(1024, device="cuda")
+
+@pytest.mark.gpumem(isolate=True)
+def test_isolated():
+    torch.empty(1024, device="cuda")
 """
 
 
@@ -150,7 +154,8 @@ def test_the_device_says_what_it_has_before_a_test_begins(dry_run: Run, tmp_path
     (tmp_path / "test_keywords.py").write_text(KEYWORDS)
     done = pytest_in(tmp_path)
 
-    assert "2 passed, 1 skipped" in done.stdout
+    assert "3 passed, 1 skipped" in done.stdout
+    assert "3 tests on dry A100-40GB" in done.stdout
 
 
 def test_the_device_may_be_there_for_the_whole_session(project: Path) -> None:
