@@ -89,8 +89,9 @@ class CudaDevice(Device):
     def environment(self) -> Environment:
         return self._environment.with_extra(self.extra)
 
-    @property
+    @cached_property
     def _properties(self) -> Any:
+        """The device's properties; a dry device is hidden between tests, and shown for the read."""
         with scope.opened():
             return torch.cuda.get_device_properties(self.index)
 
