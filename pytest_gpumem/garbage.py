@@ -25,6 +25,7 @@ from gc import (
     disable,
     enable,
     freeze,
+    get_count,
     get_freeze_count,
     get_objects,
     get_stats,
@@ -49,6 +50,9 @@ _OLDEST = 2
 
 GROWTH = 700
 """The growth in blocks of one GPU that triggers a collection; CPython's number of objects."""
+
+MANY = 100_000
+"""Objects that are worth the search for others that the user has frozen: torch makes 250,000."""
 
 FULL_EVERY = 10
 """The number of collections, and of tests, of which one is full, as for CPython's generations."""
@@ -175,7 +179,7 @@ def importing() -> Iterator[None]:
     """
     with paused():
         yield
-        if not get_freeze_count():
+        if get_count()[0] > MANY and not get_freeze_count():
             freeze()
             unfreeze()
 

@@ -573,6 +573,18 @@ def test_compiles_what_draws_and_reads():
     result = compiled(torch.tensor(3, device="cuda"))
     assert (result >= 3).all() and (result <= 4).all()
 
+def test_folds_constants():
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def scaled(x):
+        return x * -torch.full((4,), 0.5, device="cuda")
+
+    graph = make_fx(scaled, tracing_mode="fake")(torch.empty(4, device="cuda"))
+    folder = UniformValueConstantFolder(graph)
+    folder.run()
+    assert -0.5 in folder.node_replacements.values()
+
 def test_reads_between_compiled_parts():
     @torch.compile(backend="aot_eager")
     def compiled(x):
@@ -737,6 +749,11 @@ def test_a_number_that_is_printed_reads_as_zero_with_one_note(tests: Any) -> Non
     (note,) = tests["test_prints_a_loss"]["measurement"]["notes"]
 
     assert note.startswith("item() at test_values.py:10 read a number that no copy has brought")
+
+
+def test_a_constant_that_a_compiler_folds_is_known(tests: Any) -> None:
+    assert tests["test_folds_constants"]["outcome"] == "passed"
+    assert not notes(tests["test_folds_constants"])
 
 
 def test_notes_of_a_thread_of_autograd_name_the_line_that_waits_for_it(tests: Any) -> None:

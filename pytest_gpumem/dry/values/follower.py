@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -171,14 +171,17 @@ class Follower:
             self._memory.end()
             self._depth -= 1
 
-    def following(self, *, of_torch: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which values are followed, even where the test's are not.
+    @contextmanager
+    def following(self, *, of_torch: bool = False) -> Iterator[None]:
+        """Follow values inside, even where the test's are not.
 
         Operators ``of_torch`` alone take less time to begin with.
         """
-        return (
-            nullcontext() if self._follows else follow_operators(self._execution, of_torch=of_torch)
-        )
+        if self._follows:
+            yield
+            return
+        with follow_operators(self._execution, of_torch=of_torch), self.reads.of_results():
+            yield
 
     def begin(self) -> None:
         """Begin a test."""

@@ -80,6 +80,10 @@ class DryValues(Values):
             self.end()
         return found
 
+    def has_result(self, tensor: torch.Tensor) -> bool:
+        """Return whether a followed operator has computed the values of ``tensor``."""
+        return storage_key(tensor) in self._bases
+
     def end(self) -> None:
         """Forget dead storages, and those whose death is not reported."""
         self.forget_dead()

@@ -55,6 +55,8 @@ class ThreadReads(threading.local):
     """Above zero where the caller checks whether the value was known."""
     unknown = 0
     """Number of reads of unknown values."""
+    followed = 0
+    """Above zero where operators are followed for a while."""
 
 
 class _UnknownError(UnknownValueError):
@@ -157,6 +159,15 @@ class Reads:
             yield
         finally:
             self.thread.expected -= 1
+
+    @contextmanager
+    def of_results(self) -> Iterator[None]:
+        """Take the results of operators inside, which are followed, for up to date."""
+        self.thread.followed += 1
+        try:
+            yield
+        finally:
+            self.thread.followed -= 1
 
     def unknown_read(self, size: int) -> type[BaseException] | None:
         """Handle a read of ``size`` unknown bytes; return the error that the thread is to raise."""
@@ -291,6 +302,8 @@ class Reads:
         but for tensors of inference mode.
         """
         if self._followed or not tensor.is_cuda:
+            return False
+        if self.thread.followed and self._values.has_result(tensor):
             return False
         return tensor.is_inference() or tensor._version > 0
 
