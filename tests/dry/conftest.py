@@ -4,14 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_gpumem.dry.build import DryError
-from pytest_gpumem.dry.load import environment
+from pytest_gpumem.dry.load import DEFAULT, environment
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
@@ -21,24 +21,82 @@ Run = Callable[..., Any]
 def why_not() -> str | None:
     """Return why this machine has no dry device, ``None`` where it has."""
     try:
-        environment("A100-40GB")
+        environment(DEFAULT)
     except DryError as error:
         return str(error)
     return None
 
 
+SERVER = """
+import json, os, sys
+import torch
+
+for line in sys.stdin:
+    output, program, variables = json.loads(line)
+    process = os.fork()
+    if process == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream in 1, 2:
+            os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
+        os.environ.update(variables)
+        code = 1
+        try:
+            exec(compile(program, "program.py", "exec"), {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+"""A program that has imported torch, which takes seconds, and runs each line it reads in a fork."""
+
+
 @pytest.fixture(scope="session")
-def dry_run() -> Run:
-    """A function that runs code on the dry device and returns what it puts into ``found``."""
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A function that runs code on the dry device and returns what it puts into ``found``.
+
+    The code of a call without ``variables``, which torch may read while it is imported, runs in a
+    fork of a process that has imported torch.
+    """
     if reason := why_not():
         pytest.skip(reason)
-    return run
+    folder = tmp_path_factory.mktemp("forks")
+    with subprocess.Popen(
+        [sys.executable, "-m", "pytest_gpumem.dry", "-c", SERVER],
+        cwd=REPOSITORY,
+        env=bare_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        requests, replies = server.stdin, server.stdout
+        assert requests is not None
+        assert replies is not None
+
+        def run_in_fork(code: str, gpu: str = DEFAULT, **variables: str) -> Any:
+            if variables:
+                return run(code, gpu, **variables)
+            output = folder / f"{len(list(folder.iterdir()))}.txt"
+            request = json.dumps([str(output), _program(code), environment(gpu)])
+            print(request, file=requests, flush=True)
+            status = int(replies.readline())
+            written = output.read_text()
+            assert status == 0, written
+            return json.loads(written.splitlines()[-1])
+
+        yield run_in_fork
+        requests.close()
 
 
-def run(code: str, gpu: str = "A100-40GB", **variables: str) -> Any:
+def _program(code: str) -> str:
+    return f"import json, torch\nfound = {{}}\n{code}\nprint('\\n' + json.dumps(found))"
+
+
+def run(code: str, gpu: str = DEFAULT, **variables: str) -> Any:
     """Run ``code`` in a new process; raises ``AssertionError`` with what it wrote if it fails."""
-    program = f"import json, torch\nfound = {{}}\n{code}\nprint('\\n' + json.dumps(found))"
-    command = [sys.executable, "-m", "pytest_gpumem.dry", "--gpu", gpu, "-c", program]
+    command = [sys.executable, "-m", "pytest_gpumem.dry", "--gpu", gpu, "-c", _program(code)]
     done = subprocess.run(
         command,
         cwd=REPOSITORY,

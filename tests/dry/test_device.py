@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.simulated.gpu.catalogue import GPUS
-from tests.dry.conftest import Run
+from tests.dry.conftest import Run, run
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
@@ -252,9 +252,10 @@ def test_one_rank_of_several_runs_alone_over_the_real_process_group(dry_run: Run
     assert replicated == {"gradient": 1024 * 1024}
 
 
+@pytest.mark.usefixtures("dry_run")
 @pytest.mark.parametrize("time", range(4))
-def test_a_program_may_end_as_soon_as_a_backward_pass_is_over(dry_run: Run, time: int) -> None:
-    dry_run("torch.nn.Linear(8, 8).cuda()(torch.ones(8, device='cuda')).sum().backward()")
+def test_a_program_may_end_as_soon_as_a_backward_pass_is_over(time: int) -> None:
+    run("torch.nn.Linear(8, 8).cuda()(torch.ones(8, device='cuda')).sum().backward()")
 
 
 def test_attention_runs_by_cudnn(dry_run: Run) -> None:

@@ -16,8 +16,8 @@ from tests.dry.conftest import bare_environment, why_not
 REPOSITORY = Path(__file__).parent.parent.parent
 CORPORA = "op,module,optim,scenario,program"
 """Without programs of strangers, which need many packages and compile."""
-GROUPS = "180"
-"""Groups of samples, one case of each: some 400 passes; and 18 programs beside them."""
+GROUPS = "120"
+"""Groups of samples, one case of each: some 270 passes; and 12 programs beside them."""
 
 
 def test_a_sample_of_programs_has_the_events_of_torchs_own_code() -> None:

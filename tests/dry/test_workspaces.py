@@ -50,7 +50,7 @@ def test_the_notes_say_how_much_of_a_peak_is_an_estimate(dry_run: Run) -> None:
     assert found["workspace"] == workspace
     (note,) = found["notes"]
     assert note.startswith("12.8 MiB of the peak are an estimate: cuDNN's workspace for conv2d")
-    assert note.endswith("(forward) at <string>:11")
+    assert note.endswith("(forward) at program.py:11")
     assert found["forgotten"] == []
     assert found["again"] == [note.replace(":11", ":17")]
     assert found["unmeasured"] == []

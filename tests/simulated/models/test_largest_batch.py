@@ -59,7 +59,7 @@ def runs(step: Step, gpu: str, *batches: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("gpu", sorted(GPUS)[::2])
+@pytest.mark.parametrize("gpu", sorted(GPUS)[::4])
 def test_alexnet(gpu: str) -> None:
     fit = fit_batch(train_alexnet, [256, 512, 1024], gpu=gpu)
     assert fit.largest is not None
