@@ -295,7 +295,7 @@ def _add_states(machine: SimulatedMachine, patches: Patches) -> None:
         """Return a storage at ``pointer``, which frees nothing."""
         storage = torch.UntypedStorage(nbytes, device="meta")
         record = storages.refer(storage, pointer, machine.device(torch.device(device).index))
-        left = machine.pool_contents.behind(pointer, nbytes)
+        left = machine.pool_contents.elements_at(pointer, nbytes)
         if left is not None:
             machine.values.put(record.key, left)
         return storage
