@@ -50,7 +50,7 @@ from pytest_gpumem.simulated.surface import (
 )
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
-from pytest_gpumem.simulated.surface.factories import be_no_sequences
+from pytest_gpumem.simulated.surface.factories import stop_being_sequences
 from pytest_gpumem.simulated.surface.kernels import COMPILES, EXTENSIONS, plan_compiling
 from pytest_gpumem.simulated.surface.threads import Threads
 from pytest_gpumem.values.world import World
@@ -215,7 +215,7 @@ class Simulation(SimulatedMachine):
             self._resources = resources.pop_all()
 
     def _follow_imports(self) -> None:
-        be_no_sequences()
+        stop_being_sequences()
         if not self._patches.are_applied or triton.ARE_IN not in sys.modules:
             return
         if not self._triton_patches.added:

@@ -78,8 +78,8 @@ class GpuState:
                 "write it as torch reads it, or unset it"
             ) from error
         self._own_workspaces = self.workspaces_in(memory)
-        self.beside: Callable[[], Workspaces | None] | None = None
-        """Returns the workspaces of the calling thread if it has a memory of its own."""
+        self.leftover_workspaces: Callable[[], Workspaces | None] | None = None
+        """Returns the workspaces of the calling thread if an earlier test has left it running."""
         self.shared: SharedDevice | None = None
         """Memory that other processes allocate from too; ``None`` for a device of one process."""
         self._collector: Collector | None = None
@@ -97,7 +97,7 @@ class GpuState:
     @property
     def workspaces(self) -> Workspaces:
         """The libraries' workspaces of the calling thread."""
-        return (self.beside and self.beside()) or self._own_workspaces
+        return (self.leftover_workspaces and self.leftover_workspaces()) or self._own_workspaces
 
     @property
     def allocator(self) -> Memory:

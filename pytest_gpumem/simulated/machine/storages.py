@@ -83,7 +83,7 @@ class Storages:
         """Tensors that user code requested on ``meta``."""
         self.without_values: dict[int, torch.Tensor] = {}
         """By key of a storage ``unknown_on_cpu``: memory marked as unknown, for readers in C."""
-        self.taken_back: dict[int, str] = {}
+        self.reused: dict[int, str] = {}
         """By key: the error for readers of a storage whose memory a graph uses again."""
         self.lock: RLock | None = None
         """The lock held while a storage's block is freed, once several threads run operators."""
@@ -233,9 +233,9 @@ class Storages:
         record.address = address
         record.nbytes = nbytes
 
-    def refuse_taken_back(self, key: int) -> None:
+    def refuse_reused(self, key: int) -> None:
         """Raise torch's error for a read of storage ``key`` if a graph uses its memory again."""
-        words = self.taken_back.get(key)
+        words = self.reused.get(key)
         if words is not None:
             raise RuntimeError(words)
 
@@ -249,7 +249,7 @@ class Storages:
     def _release(self, record: _Reference) -> None:
         assert isinstance(record, SimulatedStorage)
         del self.by_key[record.key]
-        self.taken_back.pop(record.key, None)
+        self.reused.pop(record.key, None)
         self.died(record.key)
         if not record.address:
             return
