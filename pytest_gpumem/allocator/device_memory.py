@@ -105,7 +105,7 @@ class DeviceMemory:
     def place(self, size: int) -> tuple[int, int]:
         """Return the address and shift of a new segment.
 
-        Since 2.13 older segments come first (BlockComparatorSizeCounterAddress), before lower ones.
+        The oldest come first since 2.13 (BlockComparatorSizeCounterAddress), before it the lowest.
         """
         address = self._place_segment(size)
         if self._pools.version < OLD_SEGMENTS_FIRST:

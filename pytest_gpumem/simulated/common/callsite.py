@@ -219,8 +219,7 @@ def provenance() -> Provenance:
 def user_line() -> str:
     """Return ``path:line`` of the innermost frame outside torch and this package.
 
-    A thread of autograd has no such frame: then it is one of the main thread, which waits for it.
-    A thread of autograd has none: the main thread, which waits for it, has.
+    A thread of autograd has no such frame: the main thread, which waits for it, has one.
     """
     frame = _outside(sys._getframe(1))
     if is_internal(frame.f_code.co_filename):

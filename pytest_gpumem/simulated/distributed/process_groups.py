@@ -128,7 +128,7 @@ def split_group(
     group_desc: str | None = None,
     backend: Any = None,
 ) -> Any:
-    """Return the part of a group with this rank; meshes do so if it has a ``device_id``."""
+    """Return the part of a group with this rank; meshes call this if there is a ``device_id``."""
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
     parents = dist.get_process_group_ranks(parent_pg)

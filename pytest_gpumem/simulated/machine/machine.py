@@ -111,7 +111,7 @@ class GPU(GpuState):
         """Replace the allocator by an empty one.
 
         Live blocks stay in the old one, which no longer counts, unless :meth:`repeat` moves them.
-                So a test's state does not depend on earlier tests, down to the last address.
+        So a test's state does not depend on earlier tests, down to the last address.
         """
         self.use_memory(self.forget())
 

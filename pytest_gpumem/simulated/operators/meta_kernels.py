@@ -59,7 +59,7 @@ def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: list[int], *args: Any) -> Any:
-    """Return a contiguous result, and a number of each row, by which autograd has its formula."""
+    """Return a contiguous result and a number of each row, for which autograd has a formula."""
     inner = len(normalized_shape)
     rstd = input.new_empty(
         (*input.shape[: input.dim() - inner], *[1] * inner), dtype=accumulated(input.dtype)

@@ -124,7 +124,7 @@ def backward(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    """Allocate as mha_bwd or mha_varlen_bwd, which has 128 rows more for each; return softmax_d."""
+    """Allocate as mha_bwd, or mha_varlen_bwd with 128 rows more a sequence; return softmax_d."""
     dout, q, k, v, out = _contiguous(dout, q, k, v, out)
     _check(q, k, v, dropout_p, softcap)
     *lengths, heads, size = q.shape
