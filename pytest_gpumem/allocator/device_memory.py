@@ -96,7 +96,7 @@ class DeviceMemory:
 
     @property
     def others(self) -> Mapping[int, int]:
-        """Bytes that other processes hold of the device, by the process's number."""
+        """Bytes of the device that other processes use, by PID."""
         return {} if self.shared is None else self.shared.others()
 
     def _take(self, size: int) -> bool:
@@ -292,7 +292,7 @@ class ExpandableSegments:
             join(before, after)
 
     def release(self, pool: Pool, context: Any) -> None:
-        """Unmap every page that lies wholly in a free block, for ``context``."""
+        """Unmap every page that is wholly in a free block, for ``context``."""
         for block in pool.free_blocks():
             if not block.free_list.is_expandable:
                 continue

@@ -34,7 +34,7 @@ class OutOfMemoryFields:
     private_free: int = 0
     """Free cached blocks of private pools."""
     others: Mapping[int, int] = field(default_factory=dict)
-    """Bytes that other processes hold of the device, by PID."""
+    """Bytes of the device that other processes use, by PID."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError does

@@ -113,7 +113,7 @@ class SimulatedGPU(GPU):
 class Simulation(SimulatedMachine):
     """Simulated GPUs in this process; can be entered and left many times.
 
-    With ``real_values`` every operator is computed on the CPU beside its shapes. With ``stand_ins``
+    With ``real_values`` every operator is also computed on the CPU. With ``stand_ins``
     flash-attn can be imported inside where it is not installed. In a ``world`` the process is
     one of its ranks.
     """

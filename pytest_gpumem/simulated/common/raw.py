@@ -58,7 +58,7 @@ _is_cpu: Callable[[torch.Tensor], bool] = _getter("is_cpu")
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` lies on a GPU, for which ``meta`` stands if it is simulated."""
+    """Return whether ``tensor`` is on a GPU, which is ``meta`` if it is simulated."""
     return not _is_cpu(tensor)
 
 

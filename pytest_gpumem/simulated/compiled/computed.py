@@ -1,4 +1,4 @@
-"""The values of compiled code: its graph, run on the CPU beside the wrapper that allocates.
+"""The values of compiled code: its graph runs on the CPU, besides the wrapper that allocates.
 
 Kernels of a wrapper compute nothing. Where every value is computed, their results come from the
 graph that Inductor was given, operator by operator, as in eager code; the simulated GPU
@@ -41,7 +41,7 @@ _SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
 
 
 class GraphValues:
-    """The values that ``graph``, not yet changed by Inductor, computes beside its wrapper."""
+    """The values that ``graph``, not yet changed by Inductor, computes besides its wrapper."""
 
     def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:
         self._machine = machine
@@ -200,7 +200,7 @@ _OF_STORAGES = re.compile("as_strided|eager_offset")
 
 
 def _uncomputable_part(node: Node) -> str | None:
-    """Return the part of ``node`` that is not computed beside a wrapper, or ``None``."""
+    """Return the part of ``node`` that cannot be computed besides a wrapper, or ``None``."""
     target: Any = node.target
     if node.meta.get("unbacked_bindings"):
         return f"{target}, which makes sizes of values,"

@@ -297,7 +297,7 @@ class Compilation:
 
 
 def _is_captured_by_torch() -> bool:
-    """Return whether the call of ``torch.compile`` stands in one of torch's own functions."""
+    """Return whether one of torch's own functions calls ``torch.compile``."""
     frames = walk_stack(sys._getframe(1))
     return any(frame.f_code.co_filename.startswith(_CAPTURES) for frame, _ in frames)
 

@@ -1,7 +1,7 @@
 """Tracing: torch sees its own functions, fake tensors of a GPU, and that GPU's properties.
 
 The functions that answer for the GPU are replaced below ``torch.cuda``
-(``torch._C._cuda_getDevice``, ...), so Dynamo meets torch's own functions and recognises them.
+(``torch._C._cuda_getDevice``, ...), so Dynamo finds torch's own functions and recognises them.
 """
 
 from __future__ import annotations

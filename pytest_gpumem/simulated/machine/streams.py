@@ -70,7 +70,7 @@ class Capture:
 
 
 class _ThreadStreams(threading.local):
-    """The current stream of each device, which every thread has for itself."""
+    """The current stream of each device, separately for each thread."""
 
     def __init__(self) -> None:
         self.current: dict[int, int] = {}
@@ -247,7 +247,7 @@ class Leaves:
 
     def __init__(self) -> None:
         self.hooked: torch.Tensor | None = None
-        """The leaf of which a hook runs: autograd has no current node then."""
+        """The leaf whose hook runs: autograd has no current node then."""
         self._task = -1
         self._first: dict[int, int] = {}
         """By leaf: the sequence number of the node that used it first."""

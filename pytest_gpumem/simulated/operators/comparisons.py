@@ -145,7 +145,7 @@ def _before(
         borrow(gpu, cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
         scratch.drop(indices)
     if return_inverse:
-        # The inverse is there already; it comes to stay where this leaves room.
+        # The GPU has its inverse by now; the result's is allocated later, in the room freed here.
         inverse = scratch.take(count * INDEX_BYTES)
         numbers = scratch.take(count * (_SHORT_INDEX_BYTES if sorted is None else INDEX_BYTES))
         storage = cub.scan_bytes(min(count, cub.LARGEST_SCAN), 4, gpu.version)

@@ -135,7 +135,7 @@ def _put_sorted(
 ) -> None:
     """Allocate as index_put_with_sort_kernel does, step by step."""
     given = _given(gpu, indices)
-    # Which elements a mask selects is not known, nor then how many indices there are.
+    # It is not known which elements a mask selects, and so not how many indices there are.
     if not given or any(index.dtype in _FLAGS for index in given):
         return
     if not _is_sorted(values, accumulate):
@@ -152,7 +152,7 @@ def _put_sorted(
     for at, index in enumerate(given):
         if are_checked and count and not _on_cpu(index):
             _check(gpu, count, is_copied=index.shape != shape or not index.is_contiguous())
-        # An index on the CPU is wrapped and scaled there, and comes to the device after.
+        # An index on the CPU is wrapped and scaled there, and then copied to the device.
         wrapped = 0 if _on_cpu(index) else scratch.take(count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
         scratch.drop(wrapped, *[scaled] * bool(at))

@@ -109,8 +109,8 @@ _OUTER_PRODUCT_SINCE = (2, 12)
 """Since this release ``bmm`` with one element a row is a Triton kernel (torch/_native/ops/
 bmm_outer_product/triton_impl.py), which takes no workspace."""
 _HAS_TRITON = torch.version.cuda is None or find_spec("triton") is not None
-"""A CUDA build multiplies by cuBLAS where Triton is not installed; a CPU build stands for the wheel
-of Linux, which brings it."""
+"""A CUDA build multiplies by cuBLAS if Triton is not installed; a CPU build stands for the wheel of
+Linux, which installs it."""
 
 
 def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:

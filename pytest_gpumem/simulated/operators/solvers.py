@@ -62,7 +62,7 @@ def triangles(gpu: GPU, A: Tensor, B: Tensor) -> None:
 def _solve_triangular(gpu: GPU, A: Tensor, solved: Tensor, *, by_columns: bool = True) -> None:
     """Allocate for linalg_solve_triangular_out: triangles by neither rows nor columns are copied.
 
-    So are conjugates by columns, where the result is there and lies by columns, too.
+    So are conjugates by columns if there is a result by columns, too.
     """
     given = _expanded(A, solved)
     is_conjugate = by_columns and given.is_conj() and is_by_columns(given)

@@ -1,4 +1,4 @@
-"""Sparse COO tensors, taken apart into the strided operators that CUDA's functions are made of.
+"""Sparse COO tensors, run by the strided operators that CUDA's functions are made of.
 
 Kernels for ``meta`` get shapes wrong: a clone, a copy and a sum have no elements there. Operators
 missing here have no shapes on ``meta`` either, and are refused by name. The workspace of cuSPARSE's

@@ -138,7 +138,7 @@ def _reduce(reduce: Callable[..., Any], storage: Any) -> Any:
     device = storage._untyped_storage.device
     if device.type != "cuda":
         return reduce(storage)
-    # In C++ pickle would read the memory behind the storage.
+    # In C++ pickle would read the storage's memory, which does not exist.
     content = io.BytesIO()
     on_cpu = _typed(storage._untyped_storage.cpu(), storage.dtype)
     torch.save(on_cpu, content, _use_new_zipfile_serialization=False)

@@ -103,7 +103,7 @@ def _new(tensor: torch.Tensor, *args: Any, device: Any = None) -> torch.Tensor:
     device = tensor.device if device is None else device
     if tensor.layout is not torch.sparse_coo:
         return _legacy(args, tensor.dtype, device)
-    # Indices, values and perhaps a size (legacy_sparse_tensor_generic_ctor_new), or a size alone.
+    # Indices, values and perhaps a size (legacy_sparse_tensor_generic_ctor_new), or only a size.
     if args and isinstance(args[0], torch.Tensor):
         # Passed explicitly, to avoid a warning that the old constructors do not give.
         checks = torch.sparse.check_sparse_tensor_invariants.is_enabled()

@@ -68,7 +68,7 @@ def _read(machine: SimulatedMachine, name: str, device: Any = None) -> int:
 
 
 def _memory_used(device: Any = None) -> int:
-    """Return the bytes that this process holds of the device, without a CUDA context."""
+    """Return the bytes of the device that this process uses, without a CUDA context."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 

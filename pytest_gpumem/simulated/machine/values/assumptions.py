@@ -1,7 +1,7 @@
 """Assumptions about unknown values, each with a note, so that common code keeps running.
 
 Nothing here is a guess at a number: gradients are finite, and an unknown token is none of
-the special ones, nor negative.
+the special ones, and not negative.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts about tensors beside values: that all elements are equal or bounded, or some infinite.
+"""Facts about tensors of unknown values: all elements equal or bounded, or some infinite.
 
 A mask of any size is known where every element of it is the same. Nothing is computed or kept for
 each element.

@@ -1,7 +1,7 @@
 """Values of CUDA tensors, kept on the CPU for as long as they are known.
 
 Small tensors made from constants, or copied from the CPU, stay known through deterministic
-operators: each of these is computed on the CPU beside its shapes. With ``everything`` the same is
+operators: each of these is computed on the CPU as well. With ``everything`` the same is
 done for tensors of any size and for random numbers, so that no value is unknown. Either way the
 simulated device allocates the same as without: this module does not touch its memory.
 """
