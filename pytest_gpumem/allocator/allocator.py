@@ -41,7 +41,7 @@ class Allocator(AllocatorState):
         used_elsewhere: device memory outside this allocator: the CUDA context, other processes.
         place_segment: given the size of a new segment, the address where the driver puts it. By
             default addresses increase from a base of the device and are never used again.
-        timeline: the progress of streams as known to the host; one of its own when None.
+        timeline: the progress of streams as known to the host; a new one when None.
 
     Raises ``AllocatorError``: a setting is not simulated.
     """
@@ -239,15 +239,15 @@ class Allocator(AllocatorState):
     def empty_cache(self, pool: PoolId = SHARED_POOL, context: Any = None) -> None:
         """Return every segment without a live block to the device (``emptyCache``).
 
-        Private pools only where nothing refers to them any more; with the id of such a ``pool``,
-        only that one. During a capture the shared pool keeps its segments. ``context`` is kept with
-        the events of the segments that go.
+        Segments of a private pool are returned only if nothing refers to the pool; with the id of
+        such a ``pool``, only its own are. During a capture the shared pool keeps its segments.
+        ``context`` is kept with the events of the returned segments.
         """
         self._supply.empty_cache(pool, context)
         self._route()
 
     def record_stream(self, address: int, stream: int, device: int | None = None) -> None:
-        """Record another stream's use of a live block: once freed, it stays active until then.
+        """Record another stream's use of a live block: once freed, it stays active until that ends.
 
         ``stream`` is one of ``device``, by default of this one. A use on the block's own stream
         has no effect, as in torch.
@@ -290,7 +290,7 @@ class Allocator(AllocatorState):
     def segments(self, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[dict[str, Any]]:
         """Return the segments and their blocks, by address: ``snapshot()["segments"]``.
 
-        With the id of a private ``pool`` only its own. Looking up the lines of ``frames`` takes
+        With the id of a private ``pool``, only the pool's. Looking up the lines of ``frames`` takes
         most of the time.
         """
         return snapshots.segments(self, pool, frames=frames)
@@ -300,7 +300,7 @@ class Allocator(AllocatorState):
 
         Statistics count the held memory, without history.
 
-        Raises ``AllocatorError``: it is in use, or has no expandable segments and needs them.
+        Raises ``AllocatorError``: it has segments, or needs expandable ones and cannot have them.
         """
         if self._every.reserved:
             raise AllocatorError("Only an allocator without segments can be restored to a state.")
@@ -317,7 +317,7 @@ class Allocator(AllocatorState):
         return PoolState(identity, self.segments(identity, frames=False))
 
     def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:
-        """Divide a private pool as it was (``setCheckpointPoolState``); all that lives is freed.
+        """Divide a private pool as it was (``setCheckpointPoolState``), and free its live blocks.
 
         Returns the addresses that were freed, and those that are live now.
 
@@ -342,7 +342,7 @@ class Allocator(AllocatorState):
         return freed, live
 
     def _divide(self, block: Block, states: Sequence[Mapping[str, Any]]) -> set[int]:
-        """Divide a free block as ``states`` have it; return the addresses that are live then."""
+        """Divide a free block as ``states`` describe; return the addresses that are live then."""
         blocks = snapshots.divide(block, states, self.memory)
         self._live |= {each.address: each for each in blocks}
         live = set()

@@ -145,7 +145,7 @@ class FreeList:
             self.blocks = plain.blocks
 
     def expandable_side(self) -> FreeList:
-        """Return the list for blocks of expandable segments: the same list, counted otherwise."""
+        """Return the list for blocks of expandable segments: the same blocks, counted otherwise."""
         if self.expandable is None:
             self.expandable = FreeList(self.pool, int(self.stream), self)
         return self.expandable

@@ -57,7 +57,7 @@ class SharedDevice(Protocol):
 
 
 class DeviceMemory:
-    """The segments of one device: requested, counted by ``pools``, recorded and returned.
+    """The segments of one device, which it allocates, counts in ``pools``, records and returns.
 
     ``place_segment`` gives the address of a new segment by its size; ``used_elsewhere``, bytes
     outside the allocator, may be changed.
@@ -96,16 +96,16 @@ class DeviceMemory:
 
     @property
     def others(self) -> Mapping[int, int]:
-        """Bytes that other processes hold of the device, by the process's number."""
+        """Bytes of the device that other processes use, by PID."""
         return {} if self.shared is None else self.shared.others()
 
     def _take(self, size: int) -> bool:
         return size <= self.free if self.shared is None else self.shared.take(size)
 
     def place(self, size: int) -> tuple[int, int]:
-        """Return the address and shift of a new segment: since 2.13 older ones are used first.
+        """Return the address and shift of a new segment.
 
-        BlockComparatorSizeCounterAddress; before, the address decided.
+        The oldest come first since 2.13 (BlockComparatorSizeCounterAddress), before it the lowest.
         """
         address = self._place_segment(size)
         if self._pools.version < OLD_SEGMENTS_FIRST:
@@ -163,7 +163,7 @@ class DeviceMemory:
     def give_back(
         self, action: str, free_list: FreeList, address: int, size: int, context: Any
     ) -> None:
-        """Return a segment, or pages of one, to the device; ``action`` is the event of that.
+        """Return a segment, or pages of one, to the device, with ``action`` as the event.
 
         ``context`` is that of the event; where there is none, the one that needed the segment.
         """
@@ -209,7 +209,7 @@ class DriverAddresses:
 
 
 class RisingAddresses:
-    """Addresses for the segments of one device, each behind the one before, in its own range."""
+    """Addresses for the segments of one device, each after the one before, in its own range."""
 
     def __init__(self, device: int) -> None:
         self._unused = FIRST_ADDRESS + device * DEVICE_ADDRESSES
@@ -292,7 +292,7 @@ class ExpandableSegments:
             join(before, after)
 
     def release(self, pool: Pool, context: Any) -> None:
-        """Unmap every page that lies wholly in a free block, for ``context``."""
+        """Unmap every page that is wholly in a free block, for ``context``."""
         for block in pool.free_blocks():
             if not block.free_list.is_expandable:
                 continue
@@ -329,7 +329,7 @@ class ExpandableSegments:
     def _map(self, block: Block, size: int, context: Any) -> bool:
         """Map the pages that hold the first ``size`` bytes of an unmapped block.
 
-        They merge with free neighbours into ``block``; the rest stays unmapped behind it.
+        They merge with free neighbours into ``block``; the rest stays unmapped after it.
         """
         free_list = block.free_list
         address = block.address
@@ -376,7 +376,7 @@ class ExpandableSegments:
 
 
 def _expandable_size(block: Block) -> int:
-    """Return a block's size with that of unmapped addresses right behind it, which it can take."""
+    """Return a block's size, with that of unmapped addresses after it, into which it can grow."""
     following = block.next
     grows = following is not None and not following.is_mapped
     return block.size + (following.size if following is not None and grows else 0)

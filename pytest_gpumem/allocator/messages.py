@@ -1,4 +1,4 @@
-"""Errors of the allocator, in torch's words where torch has them."""
+"""Errors of the allocator, with torch's text where torch raises the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OutOfMemoryFields:
     private_free: int = 0
     """Free cached blocks of private pools."""
     others: Mapping[int, int] = field(default_factory=dict)
-    """Bytes that other processes hold of the device, by PID."""
+    """Bytes of the device that other processes use, by PID."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError does
@@ -62,7 +62,7 @@ def format_size(size: int) -> str:
 def out_of_memory_message(
     fields: OutOfMemoryFields, version: tuple[int, int], *, expandable: bool = False
 ) -> str:
-    """torch's text of ``torch.OutOfMemoryError`` for a torch version."""
+    """Return torch's text of ``torch.OutOfMemoryError`` in the release ``version``."""
     allowed = "" if fields.limit is None else f"{format_size(fields.limit)} allowed; "
     in_pools = fields.private_free
     private = ""
@@ -86,7 +86,7 @@ def out_of_memory_message(
 
 
 def rejection_message(size: int) -> str:
-    """torch's text where ``throw_on_cudamalloc_oom`` refuses a request of ``size`` bytes (2.12)."""
+    """Return torch's text for a request that ``throw_on_cudamalloc_oom`` refuses (2.12)."""
     return (
         "CUDA out of memory. Allocation was preemptively rejected because it would exceed"
         f" per_process_memory_fraction limit. Requested size: {format_size(size)}"
@@ -94,7 +94,7 @@ def rejection_message(size: int) -> str:
 
 
 def _hint(version: tuple[int, int], *, expandable: bool) -> str:
-    """Return the advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given.
+    """Return the advice at the end: its words changed with 2.10 and 2.11, its condition with 2.14.
 
     That of 2.15 where segments are expandable, about virtual addresses, is left out.
     """

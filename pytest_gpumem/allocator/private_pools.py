@@ -89,7 +89,7 @@ class Pools:
         return pool
 
     def open(self, identity: PoolId, accepts: Filter) -> None:
-        """Route allocations from now on (``beginAllocateToPool``); raise an error in its scope."""
+        """Route allocations to a pool (``beginAllocateToPool``); raise an error if it is open."""
         self.create(identity)
         if identity in self.scopes:
             raise AllocatorError("beginAllocateToPool: already recording to mempool_id")
@@ -115,8 +115,8 @@ class Pools:
                 return self.by_id[identity].side(small=small)
         return self.shared.side(small=small)
 
-    def named(self, identity: PoolId, *, small: bool) -> Pool:
-        """Return the pool of that id, made if there is none."""
+    def get_or_create(self, identity: PoolId, *, small: bool) -> Pool:
+        """Return the pool of that id, and create it if there is none."""
         if identity != SHARED_POOL and identity not in self.by_id:
             self.create(identity)
         return self.by_id.get(identity, self.shared).side(small=small)
@@ -138,7 +138,7 @@ class Pools:
             self._set_split(each)
 
     def count_reserved(self, pool: Pool, amount: int) -> None:
-        """Note bytes that came from the device, or went back, if the pool is a private one."""
+        """Count bytes that a pool got from the device, or returned, if it is a private one."""
         private = self.by_id.get(pool.identity)
         if private is not None:
             for scope in ("all", "small_pool" if pool.small else "large_pool"):

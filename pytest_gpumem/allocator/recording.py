@@ -60,8 +60,8 @@ def load_snapshot(path: str | Path) -> Json:
             f"Cannot read the memory snapshot {path}: {error.strerror or error}."
         ) from error
     except Exception as error:  # a damaged pickle raises errors of nearly every type
-        told = " ".join("".join(c if c.isprintable() else "?" for c in str(error)).split())
-        reason = (told if len(told) <= 200 else f"{told[:200]}...").rstrip(".")
+        text = " ".join("".join(c if c.isprintable() else "?" for c in str(error)).split())
+        reason = (text if len(text) <= 200 else f"{text[:200]}...").rstrip(".")
         reason = reason or type(error).__name__
         raise SnapshotError(f"Cannot read the memory snapshot {path}: {reason}.") from error
     if isinstance(data, list):
@@ -75,7 +75,7 @@ def load_snapshot(path: str | Path) -> Json:
 
 
 def checked(snapshot: Json) -> Json:
-    """Return ``snapshot``; a ``SnapshotError`` names a part that a replay needs and it lacks."""
+    """Return ``snapshot``; raise a ``SnapshotError`` that names a part that a replay lacks."""
     traces, segments = snapshot.get("device_traces"), snapshot.get("segments")
     if not isinstance(traces, list) or not isinstance(segments, list):
         raise SnapshotError(
@@ -108,13 +108,13 @@ def checked(snapshot: Json) -> Json:
 
 
 def _check_once(values: Sequence[object], text: str) -> None:
-    """A pickle of a few bytes can hold one object a million times; no recording does."""
+    """Refuse repeated objects: a pickle of a few bytes can hold one a million times."""
     if len(set(map(id, values))) != len(values):
         raise SnapshotError(f"{text} more than once, so it is not a recording of torch.")
 
 
 def _check_event(event: Any, index: int, device: int) -> None:
-    """Check an event; one with the usual fields in one go, as there are millions."""
+    """Check an event; one with the usual fields by a single condition, as there are millions."""
     if type(event) is dict:
         get = event.get
         action, size, stream, address = get("action"), get("size"), get("stream"), get("addr")
@@ -179,9 +179,9 @@ def release_of(snapshot: Json) -> Version:
 
 
 def line_of(event: Json) -> str:
-    """``file:line, function`` of the code that caused an event, or nothing if it is not recorded.
+    """Return ``file:line, function`` of the code that caused an event, empty if not recorded.
 
-    The innermost Python frame outside torch; recordings may have frames of C++ as well.
+    It is the innermost Python frame outside torch; recordings may have frames of C++ as well.
     """
     frames = [each for each in event.get("frames") or () if isinstance(each, Mapping)]
     python = [each for each in frames if str(each.get("filename", "")).endswith(".py")]
@@ -226,7 +226,7 @@ def _unpickled(content: bytes) -> Any:
     class PlainUnpickler(pickle.Unpickler):
         def find_class(self, module_name: str, global_name: str) -> Any:
             raise pickle.UnpicklingError(
-                f"it refers to {module_name}.{global_name}, and a snapshot holds plain values alone"
+                f"it refers to {module_name}.{global_name}, and a snapshot holds only plain values"
             )
 
     if not content:
@@ -240,7 +240,7 @@ def _memory_for(nbytes: int) -> Iterator[None]:
     """Limit what the process may allocate while a file of ``nbytes`` is unpickled.
 
     A pickle of a few bytes can ask for gigabytes; with a limit that is a ``MemoryError``. Only
-    Linux reports how much the process has already.
+    Linux reports how much memory the process has already.
     """
     try:
         import resource

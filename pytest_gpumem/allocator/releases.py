@@ -1,7 +1,7 @@
 """The allocator's facts that differ between releases of PyTorch, each with its source.
 
-A fact is the first release that has it, unless its text says otherwise. Files are of
-c10/cuda/CUDACachingAllocator.cpp at the tag, where no other is named.
+A constant is the first release with that behaviour, unless its text says otherwise. Its source is
+c10/cuda/CUDACachingAllocator.cpp at the tag, if no other file is named.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PEER_POOLS: Final[Version] = (2, 8)
 LENDS_FIRST: Final[Version] = (2, 11)
 """Pools lend their free blocks as the first step (``try_mempool_fallback``)."""
 LAST_SCOPE_FIRST: Final[Version] = (2, 10)
-"""Whether the pool scope opened last decides; before, the first one did (``captures_underway``)."""
+"""The pool scope opened last decides; before, the first one did (``captures_underway``)."""
 CAPTURE_OF_STREAM: Final[Version] = (2, 13)
-"""Only a capture of the current stream does without events; before, any open scope does."""
+"""Only a capture of the current stream forbids events; before, any open scope does."""
 REUSE_IN_CAPTURE: Final[Version] = (2, 15)
 """The end of a capture ends ``graph_capture_record_stream_reuse`` for its pool."""
 OLD_SEGMENTS_FIRST: Final[Version] = (2, 13)

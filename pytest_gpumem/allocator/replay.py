@@ -44,7 +44,7 @@ from pytest_gpumem.allocator.start import PENDING, starting_segments
 from pytest_gpumem.allocator.trace import check_history
 
 _UNBOUNDED = 1 << 48
-"""Device memory of a replay: allocations that did not fit are on record as events."""
+"""Device memory of a replay: events tell which recorded allocations did not fit."""
 _ELSEWHERE = 1 << 50
 """Addresses for segments that are not in the recording."""
 
@@ -273,7 +273,7 @@ class _Run:
         )
 
     def _begin(self) -> None:
-        """Bring the allocator to the state in which the recording began, or to its what-if."""
+        """Restore the recorded start, or allocate its blocks anew under other settings."""
         start, capacity = self._tape.start, self._plan.capacity
         held = sum(segment["total_size"] for segment in start)
         fits = capacity is None or held <= capacity - self._plan.used_elsewhere
@@ -317,7 +317,7 @@ class _Run:
         elif action in ("segment_free", "segment_unmap"):
             self._release(self._tape.pool_of(event))
         elif action == "oom" and self._plan.capacity is not None:
-            # Whether memory suffices now: the program's use of it is not on record.
+            # Only test whether it fits now: the program's use of the memory is not recorded.
             address = self.allocator.malloc(size, event["stream"])
             self._note_peak(index)
             self.allocator.free(address)
@@ -349,7 +349,7 @@ class _Run:
             self._course.note(one.allocated, one.reserved, one.inactive_split)
 
     def _release(self, pool: PoolId) -> None:
-        """The recording returns memory: once for each run of these, the cache was emptied."""
+        """Empty the cache, once for each run of recorded events that return memory."""
         if self._released == 0:
             if pool != SHARED_POOL:  # nothing refers to a pool that gives its memory back
                 with suppress(AllocatorError):  # it has none left: the replay differs already

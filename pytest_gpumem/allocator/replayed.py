@@ -17,7 +17,7 @@ START = -1
 
 @dataclass
 class Course:
-    """One run of a replay: allocated, reserved and split bytes at its start, then their changes."""
+    """The course of a run: allocated, reserved and split bytes at its start, then their changes."""
 
     trace: Sequence[Json]
     start: Sequence[Json]
@@ -28,7 +28,7 @@ class Course:
     reserved: array[int] = field(default_factory=partial(array, "q"))
     split: array[int] = field(default_factory=partial(array, "q"))
     fullest: int = START
-    """The event after which reserved memory was highest, and of such moments most allocated."""
+    """The event with the highest reserved memory, and of several that with the most allocated."""
     then: Sequence[Json] = ()
     """The segments after that event."""
     end: Sequence[Json] = ()
@@ -93,7 +93,7 @@ class Usage:
 
     @property
     def fragmentation(self) -> int:
-        """Reserved and not allocated, when reserved memory was at its peak and used best."""
+        """Reserved minus allocated bytes at the peak of reserved memory, with most allocated."""
         return self.peak_reserved - self.allocated_then
 
 
@@ -198,7 +198,7 @@ def _words(event: tuple[str, int, int, int]) -> str:
 
 
 def _layout(segments: Iterable[Json]) -> dict[int, tuple[int, str, int]]:
-    """Block address -> size, state and segment."""
+    """Return, by address of a block, its size, its state and its segment."""
     layout = {}
     for segment in segments:
         address = segment["address"]

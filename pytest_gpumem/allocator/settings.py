@@ -90,7 +90,7 @@ class AllocatorSettings:
 
 
 class _Parser:
-    """Reads one string for one torch version."""
+    """A parser of one string for one torch version."""
 
     def __init__(self, conf: str, version: Version, previous: AllocatorSettings | None) -> None:
         self.generic = version >= releases.GENERIC_CONFIG
@@ -134,7 +134,7 @@ class _Parser:
         return self.result
 
     def _read_large_segment(self) -> None:
-        """2.11 reads this key before all others: it is the minimum and default of two of them."""
+        """Read this key before the others, as since 2.11: it is the minimum and default of two."""
         key = "large_segment_size_mb"
         if key not in self.tokens or self.result.version < releases.LARGE_SEGMENT_FIRST:
             return
@@ -155,14 +155,14 @@ class _Parser:
         self.index += 1
         return token
 
-    def _skips(self, token: str) -> bool:
-        """Go past the next token if it is the given one."""
+    def _skip(self, token: str) -> bool:
+        """Skip the next token if it is ``token``; return whether it was."""
         found = self.tokens[self.index] == token
         self.index += found
         return found
 
     def _expect(self, token: str) -> None:
-        if self._skips(token):
+        if self._skip(token):
             return
         raise SettingsError(
             f"Expected '{token}' at index {self.index} in ConfigTokenizer but got"
@@ -246,15 +246,15 @@ class _Parser:
         return threads
 
     def reserves(self, key: str) -> None:
-        """``[class:value,...]``: only C++ code can put a stream into a class."""
+        """Check ``[class:value,...]``, without effect: only C++ code puts streams into classes."""
         self._expect("[")
         while self._next() != "]":
             self._expect(":")
             _reserve(self._next())
-            self._skips(",")
+            self._skip(",")
 
     def divisions_of(self, key: str) -> tuple[int, ...]:
-        if self._skips("["):
+        if self._skip("["):
             return self._division_list()
         value = self._integer()
         if not _is_power_of_two(value):
@@ -262,15 +262,15 @@ class _Parser:
         return (value,) * DIVISION_SLOTS
 
     def _division_list(self) -> tuple[int, ...]:
-        """``[64:8,128:4,>:2]``: the first pair also fills the slots below it.
+        """Read ``[64:8,128:4,>:2]``: the first pair also fills the slots below it.
 
         ``>`` fills the slots above the last one written; up to 2.9 that one too.
         """
         slots = [0] * DIVISION_SLOTS
         last, first = 0, True
-        while not self._skips("]"):
+        while not self._skip("]"):
             begin, end = last + 1 if self.generic else last, DIVISION_SLOTS
-            if not self._skips(">"):
+            if not self._skip(">"):
                 megabytes = self._integer()
                 if not _is_power_of_two(megabytes):
                     raise SettingsError("For roundups, the intervals have to be power of 2 ")

@@ -1,7 +1,7 @@
-"""States of an allocator: snapshots, and checkpoints of private pools, to be restored later.
+"""States of an allocator: snapshots, and checkpoints of private pools, which can be restored.
 
 Snapshots are in the schema of ``torch.cuda.memory._snapshot()`` (torch/csrc/cuda/Module.cpp);
-checkpoints say how the segments of a pool are divided: getCheckpointState, setCheckpointPoolState
+checkpoints contain the division of a pool's segments: getCheckpointState, setCheckpointPoolState
 and setSegmentStateToCheckpoint of c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15.
 """
 
@@ -33,7 +33,7 @@ State = Mapping[str, Any]
 
 
 def frames_of(context: Any, trace: Trace) -> list[Any]:
-    """Stack frames of a block: the attribute ``frames`` of its context, if it has one.
+    """Return the stack frames of a block: the attribute ``frames`` of its context, if it has one.
 
     Blocks allocated while ``_record_memory_history`` recorded no stacks have none.
     """
@@ -151,7 +151,7 @@ def trace_dicts(trace: Trace, version: Version) -> list[Json]:
 
 
 def settings_dict(settings: AllocatorSettings, version: Version) -> Json:
-    """``allocator_settings`` of a snapshot."""
+    """Return the ``allocator_settings`` of a snapshot."""
     result: Json = {
         "PYTORCH_CUDA_ALLOC_CONF": settings.conf,
         "max_split_size": _or_unlimited(settings.max_split_size),
@@ -173,7 +173,7 @@ def settings_dict(settings: AllocatorSettings, version: Version) -> Json:
 
 
 def _or_unlimited(size: int | None) -> int:
-    """torch shows the largest size_t as -1."""
+    """Return ``size``; -1 for no limit, as torch shows the largest size_t."""
     return -1 if size is None else size
 
 
@@ -230,7 +230,7 @@ def restored(
     for segment in segments:
         address, size = segment["address"], segment["total_size"]
         first, second = segment.get("segment_pool_id", SHARED_POOL)
-        pool = pools.named((first, second), small=segment["segment_type"] == "small")
+        pool = pools.get_or_create((first, second), small=segment["segment_type"] == "small")
         free_list = pool.free_list(segment["stream"])
         if segment.get("is_expandable"):
             free_list = free_list.expandable_side()

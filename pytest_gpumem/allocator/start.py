@@ -106,7 +106,7 @@ def _held_at_start(
 
 
 class _Owner(NamedTuple):
-    """The owner of a segment; it has at most one expandable one, with enough addresses."""
+    """The stream and pool of a segment; they have at most one expandable segment."""
 
     stream: int
     segment_type: str

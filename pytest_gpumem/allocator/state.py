@@ -73,7 +73,7 @@ class AllocatorState:
         """Function that tests whether the current stream is being captured; called in captures."""
         self._uses = StreamUses(device, timeline or Timeline(), self.memory, self._in_capture)
         self._supply = Supply(device, self.pools, self.memory, self._uses)
-        # torch reads it when the process first uses the device, and not again.
+        # torch reads this setting once, when the process first uses the device.
         self._shown_max_split = self.settings.max_split_size or -1
         self._configure()
         if self.settings.per_process_memory_fraction < 1.0:
@@ -87,7 +87,7 @@ class AllocatorState:
     def set_settings(self, conf: str) -> None:
         """Read another configuration string at run time (``setAllocatorSettings``).
 
-        Cached segments stay what they are; the memory fraction and ``max_split_size`` of the
+        Cached segments do not change; the memory fraction and ``max_split_size`` of the
         statistics are those of the start, as in torch.
 
         Raises ``SettingsError``: torch rejects it; what was read before the error holds.
@@ -233,7 +233,7 @@ class AllocatorState:
         return {block.address: block.context for block in self._live_ones()}
 
     def every_block(self) -> Iterator[Block]:
-        """Live and free blocks, in no order."""
+        """Yield live and free blocks, in no order."""
         yield from self._live.values()
         yield from self._uses.blocks()
         for pool in self.pools:
@@ -266,7 +266,7 @@ class AllocatorState:
         self._plain_below = TOO_LARGE if plain else 0
 
     def _in_capture(self) -> bool:
-        """Return whether allocation must do without events (``is_capture_context``).
+        """Return whether allocation must not query events (``is_capture_context``).
 
         Up to 2.12 any open scope counts, from 2.13 on only the capture of the current stream.
         """

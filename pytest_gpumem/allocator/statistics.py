@@ -5,8 +5,8 @@ large pool): 108 numbers. In this model a tally keeps current values and peaks, 
 the amounts removed from it (``*_out``); the rest is computed on reading. The allocator updates the
 attributes in place, because a method call for each would halve its speed.
 
-Active is allocated, and what was freed while another stream used it: ``pending``. That is seldom,
-so ``blocks`` and ``bytes`` count what is allocated, and pending is added on reading. Peaks of both
+Active memory is allocated, or ``pending``: freed while another stream used it. The latter is rare,
+so ``blocks`` and ``bytes`` count allocated memory, and pending is added on reading. Peaks of both
 follow from the highest allocated value since pending last changed (:meth:`Tally.change_pending`).
 """
 

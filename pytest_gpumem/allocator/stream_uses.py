@@ -1,4 +1,4 @@
-"""A free in two steps: of a block that other streams than its own use (``record_stream``).
+"""Frees of blocks that other streams use (``record_stream``), in two steps.
 
 When the program frees such a block, torch records an event on each of these streams. Until the
 events complete, the block is pending: no longer allocated, and still active. The next allocation
@@ -46,7 +46,7 @@ class _Freed(NamedTuple):
 class StreamUses:
     """The blocks of one device that other streams use, live or freed.
 
-    ``in_capture``: whether a capture forbids to look at events.
+    ``in_capture`` returns whether a capture forbids querying events.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StreamUses:
         yield from self.held.values()
 
     def add(self, block: Block, stream: StreamKey) -> None:
-        """``stream`` uses a live block."""
+        """Note that ``stream`` uses a live block."""
         self.live[block.address] = block
         use = self._used.setdefault(block, _Use(set(), set()))
         use.streams.add(stream)

@@ -1,8 +1,8 @@
-"""The sources of a block when the first one that fits its free list is not suitable.
+"""The sources of a block besides the smallest one that fits in its free list.
 
 A search under special settings, a new segment, cached memory released when the device is full, and
 the error when that does not suffice: ``DeviceCachingAllocator::malloc`` of
-c10/cuda/CUDACachingAllocator.cpp behind ``get_free_block``.
+c10/cuda/CUDACachingAllocator.cpp after ``get_free_block``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pytest_gpumem.allocator.stream_uses import StreamUses
 
 
 class Supply:
-    """The memory behind the free lists of one device."""
+    """The sources of blocks for the free lists of one device."""
 
     def __init__(self, device: int, pools: Pools, memory: DeviceMemory, uses: StreamUses) -> None:
         self.device = device
@@ -52,7 +52,7 @@ class Supply:
 
     @property
     def only_best_fit(self) -> bool:
-        """Whether a search is nothing but the smallest block that fits."""
+        """Whether a search only has to find the smallest block that fits."""
         return self._memory.oversize == UNLIMITED and self.expandable is None and not self._collects
 
     def configure(self, settings: AllocatorSettings) -> None:
@@ -156,7 +156,7 @@ class Supply:
     def _obtain(self, free_list: FreeList, rounded: int, size: int, context: Any) -> Block | None:
         """Take memory from the device; None if it, or the memory fraction, has no room.
 
-        ``throw_on_cudamalloc_oom`` (2.12) notes where it would be too much before asking.
+        ``throw_on_cudamalloc_oom`` (2.12) rejects a request beyond the fraction without asking.
         """
         memory = self._memory
         needed = memory.every.reserved + size
@@ -185,7 +185,7 @@ class Supply:
         return None
 
     def _find_cached(self, free_list: FreeList, rounded: int) -> Block | None:
-        """Best fit with expandable segments or under ``max_split_size_mb``.
+        """Find the best fit with expandable segments or under ``max_split_size_mb``.
 
         The latter keeps large blocks for large requests.
         """

@@ -238,7 +238,7 @@ def check_history(trace: Sequence[Json], device: int) -> None:
     """Make sure that every block is allocated, freed and given back in turn.
 
     A history that was cut at its beginning, as ``max_entries`` does, is whole from there on. One
-    that leaves out a kind of event (``skip_actions``) is not, nor one with a pause.
+    that leaves out a kind of event (``skip_actions``), or that was paused, is not.
 
     Raises ``SnapshotError``: events are missing; the sentence names the first place.
     """

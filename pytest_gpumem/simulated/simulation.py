@@ -50,7 +50,7 @@ from pytest_gpumem.simulated.surface import (
 )
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
-from pytest_gpumem.simulated.surface.factories import be_no_sequences
+from pytest_gpumem.simulated.surface.factories import stop_being_sequences
 from pytest_gpumem.simulated.surface.kernels import COMPILES, EXTENSIONS, plan_compiling
 from pytest_gpumem.simulated.surface.threads import Threads
 from pytest_gpumem.values.world import World
@@ -111,9 +111,9 @@ class SimulatedGPU(GPU):
 
 
 class Simulation(SimulatedMachine):
-    """Makes the process see ``gpus``; can be entered and left many times.
+    """Simulated GPUs in this process; can be entered and left many times.
 
-    With ``real_values`` every operator is computed on the CPU beside its shapes. With ``stand_ins``
+    With ``real_values`` every operator is also computed on the CPU. With ``stand_ins``
     flash-attn can be imported inside where it is not installed. In a ``world`` the process is
     one of its ranks.
     """
@@ -139,20 +139,20 @@ class Simulation(SimulatedMachine):
         self.compilation = Compilation(
             self,
             compile,
-            self._as_compilers_see,
-            self._as_torch_is,
-            self._as_code_sees,
+            self._unpatched_for_compilers,
+            self._unpatched,
+            self._patched_again,
             self.threads.exclusive.taken,
         )
         self._patches = Patches()
-        self._of_triton = Patches()
-        """Replacements in a library that is slow to import, and that few tests need."""
-        # The replaced names have to be torch's own, and none that an active simulation has set.
+        self._triton_patches = Patches()
+        """Replacements in Triton, which is slow to import, and which few tests need."""
+        # Patches keep what they replace: that has to be torch's, not an active simulation's.
         with _suspended():
             for part in _PARTS:
                 part.add_patches(self, self._patches)
             autocast.add_patches(self._casts, self._patches)
-            # Of a build without CUDA, which lacks most of them.
+            # A build without CUDA lacks most of these.
             self._patches.join_missing(torch._C)
             self.threads.add_patches(self._patches)
             self.communicators: dict[str, Communicator] = {}
@@ -165,7 +165,7 @@ class Simulation(SimulatedMachine):
 
     @property
     def first_index(self) -> int:
-        """The index of the GPU that a process has for its own when it begins."""
+        """The index of the GPU that is current when the process begins."""
         return 0 if self.world is None else self.world.local_rank
 
     @contextmanager
@@ -188,19 +188,19 @@ class Simulation(SimulatedMachine):
         with ExitStack() as resources:
             for patches in (self._patches, self.threads.exclusive.patches):
                 resources.enter_context(patches.applied())
-            resources.callback(self._of_triton.undo)
+            resources.callback(self._triton_patches.undo)
             resources.enter_context(self._single_rank.restored())
             self._follow_imports()
-            imported = changing({"triton": lambda _: self._follow_imports()}, self._as_torch_is)
+            imported = changing({"triton": lambda _: self._follow_imports()}, self._unpatched)
             resources.enter_context(watched(imported))
             if _LOADING not in os.environ:
                 os.environ[_LOADING] = "LAZY"
                 resources.callback(os.environ.pop, _LOADING, None)
             lifts = torch._C._only_lift_cpu_tensors()
-            # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
+            # torch.tensor(..., device="cuda") then builds on the CPU, and modes see the copy.
             torch._C._set_only_lift_cpu_tensors(True)
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-            resources.enter_context(compilers.deferred(self._as_torch_is, self.compilation.hooked))
+            resources.enter_context(compilers.deferred(self._unpatched, self.compilation.hooked))
             resources.enter_context(patched_when_imported({COMPILES: plan_compiling}))
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
@@ -215,24 +215,24 @@ class Simulation(SimulatedMachine):
             self._resources = resources.pop_all()
 
     def _follow_imports(self) -> None:
-        be_no_sequences()
+        stop_being_sequences()
         if not self._patches.are_applied or triton.ARE_IN not in sys.modules:
             return
-        if not self._of_triton.added:
-            triton.add_patches(self, self._of_triton)
-        if not self._of_triton.are_applied:
-            self._of_triton.apply()
+        if not self._triton_patches.added:
+            triton.add_patches(self, self._triton_patches)
+        if not self._triton_patches.are_applied:
+            self._triton_patches.apply()
 
     @contextmanager
-    def _as_torch_is(self) -> Iterator[None]:
-        """Restore torch's names and remove modes inside, but for what threads need."""
+    def _unpatched(self) -> Iterator[None]:
+        """Restore torch's names and remove modes inside, but keep the patches that threads need."""
         if not (self._patches.are_applied and self.threads.exclusive.is_mine):
             yield
             return
         try:
             with (
                 self._patches.paused(),
-                self._of_triton.paused(),
+                self._triton_patches.paused(),
                 self._single_rank.patches.paused(),
                 _disable_current_modes(),
                 _without_function_modes(),
@@ -243,21 +243,21 @@ class Simulation(SimulatedMachine):
             self._follow_imports()
 
     @contextmanager
-    def _as_compilers_see(self) -> Iterator[None]:
-        """Restore torch's names inside, but for those that answer for the GPU."""
+    def _unpatched_for_compilers(self) -> Iterator[None]:
+        """Restore torch's names inside, but for those that compilers ask about the GPU."""
         with (
             self._patches.paused(but=answers_for_gpu),
-            self._of_triton.paused(but=triton.is_driver),
+            self._triton_patches.paused(but=triton.is_driver),
             self._single_rank.patches.paused(),
         ):
             yield
 
     @contextmanager
-    def _as_code_sees(self) -> Iterator[None]:
+    def _patched_again(self) -> Iterator[None]:
         """Apply all replacements again inside, for code that runs while a compiler is at work."""
         with (
             self._patches.resumed(),
-            self._of_triton.resumed(),
+            self._triton_patches.resumed(),
             self._single_rank.patches.resumed(),
             self._joining(),
         ):
@@ -271,14 +271,14 @@ class Simulation(SimulatedMachine):
 
     @contextmanager
     def _joining(self) -> Iterator[None]:
-        """Run operators of this thread, which has not entered the simulation."""
+        """Allow this thread, which has not entered the simulation, to run operators inside."""
         with self._casts.reachable_on_thread(), self.execution:
             yield
 
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
-    """Remove ``with torch.device(...)`` and function modes of the user's own inside."""
+    """Remove function modes inside: ``with torch.device(...)`` and the user's own."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield

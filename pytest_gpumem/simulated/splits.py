@@ -1,4 +1,4 @@
-"""Free parts of segments over time, only from the allocator's events."""
+"""Free parts of segments over time, computed from the allocator's events."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Splits:
         """Free parts of segments that are partly in use (``inactive_split_bytes``)."""
         self._addresses: list[int] = []
         self._free: dict[int, list[int]] = {}
-        """By the address of a segment its size, and its free part."""
+        """By the address of a segment: its size, and its free bytes."""
         self._blocks: dict[int, tuple[int, int]] = {}
-        """By the address of a block its segment, and its bytes."""
+        """By the address of a block: its segment's address, and its bytes."""
         for segment in segments:
             if segment["is_expandable"]:
                 continue

@@ -65,7 +65,7 @@ def test_code_that_a_pickle_names_is_not_run(tmp_path: Path, write: Write) -> No
     path = write(pickle.dumps({"segments": Attack(tmp_path / "ran")}))
 
     assert "it refers to " in refusal(path)
-    assert refusal(path).endswith("and a snapshot holds plain values alone.")
+    assert refusal(path).endswith("and a snapshot holds only plain values.")
     assert not (tmp_path / "ran").exists()
 
 

@@ -308,7 +308,7 @@ def test_bad_input_is_one_sentence(folder: Path, refusal: Refusal) -> None:
         (["."], ". is not a file; give a memory snapshot."),
         (["empty.pickle"], "Cannot read the memory snapshot empty.pickle: it is empty."),
         (["text.pickle"], "Cannot read the memory snapshot text.pickle: "),
-        (["code.pickle"], "it refers to os.system, and a snapshot holds plain values alone."),
+        (["code.pickle"], "it refers to os.system, and a snapshot holds only plain values."),
         (["list.pickle"], "list.pickle is not a memory snapshot: it holds a list"),
         (["run.pickle", "--gpu=A101"], "'A101' is not a simulated GPU"),
         (["run.pickle", "--gpu=T4*2"], "'T4*2' is not a simulated GPU"),

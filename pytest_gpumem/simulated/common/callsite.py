@@ -32,8 +32,8 @@ WRAPPERS = "gpumem-wrappers-"
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
-_PASSED = ("contextlib.py", "typing_extensions.py")
-"""Files of decorators, which stand between torch and its caller."""
+_DECORATOR_FILES = ("contextlib.py", "typing_extensions.py")
+"""Files of decorators, whose frames stand between torch and its caller."""
 
 MOST_FRAMES = 48
 """Frames kept per event, innermost first."""
@@ -46,7 +46,7 @@ RELEASED = "free"
 """The operator's name where memory is freed, which no operator does."""
 
 COMPUTED = "computed"
-"""The kind of an operator's results; as a purpose, of compiled code's."""
+"""The kind of operators' results; a purpose of this kind is compiled code's."""
 
 SourceLine = tuple[str, int, str]
 """Filename, line and function."""
@@ -60,7 +60,7 @@ class Purpose(NamedTuple):
     kind: str
     """The kind that :attr:`Provenance.kind` describes."""
     source_line: SourceLine | None = None
-    """The user's code that it comes from, where frames do not show it."""
+    """The user's line that causes it, where no frame shows that line."""
 
 
 class Running(threading.local):
@@ -69,19 +69,19 @@ class Running(threading.local):
     operator: Any = None
     """The overload that was dispatched last."""
     composite: Any = None
-    """The overload that is run in parts: what these allocate with ``empty`` is its own."""
+    """The overload that runs as several operators: it counts as the caller of their ``empty``."""
     purpose: Purpose | None = None
-    """The purpose of allocations, by any operator."""
+    """The purpose of allocations now, whichever operator makes them."""
     sequence = -1
     """Autograd's sequence number at the last allocation, or where a test or fixture began."""
 
     def begin(self) -> None:
-        """Begin a test or the set-up of a fixture: nodes that were made before belong to others."""
+        """Begin a test or the set-up of a fixture: nodes that were made before are not its own."""
         self.sequence = _sequence()
 
 
 running = Running()
-"""The only one, because a simulation replaces names of the whole process."""
+"""The only instance, because a simulation replaces names of the whole process."""
 
 
 class Provenance:
@@ -99,7 +99,7 @@ class Provenance:
         self._entries = entries
         self._frames: list[dict[str, Any]] | None = None
         self.operator: Any = running.operator
-        """The overload that ran, ``aten.mm.default``; of parts that only make room, the whole."""
+        """The overload that ran, ``aten.mm.default``; for ``empty`` of a composite, that one."""
         if running.composite is not None and hasattr(self.operator, "_schema"):
             self.operator = running.composite if _is_factory(self.operator) else self.operator
         self.purpose = running.purpose
@@ -187,7 +187,7 @@ class Provenance:
 
 
 def provenance() -> Provenance:
-    """Return the frames that lead here, without those of this package in front."""
+    """Return the origin of an allocation made now, without this package's innermost frames."""
     entries: list[tuple[CodeType, int]] = []
     frame = sys._getframe(1)
     while frame.f_back is not None and is_own(frame.f_code.co_filename):
@@ -202,30 +202,30 @@ def provenance() -> Provenance:
         and purpose.kind == COMPUTED
         and not any(is_written_by_inductor(code.co_filename) for code, _ in entries)
     ):
-        # A wrapper that was left by an exception, as where memory ran out, could not take it back.
+        # An exception, as where memory ran out, left Inductor's wrapper before it could reset it.
         running.purpose = None
-    found = Provenance(entries)
+    origin = Provenance(entries)
     if _graph_task() == -1:
-        found.sequence = _sequence()
-        found.has_node = found.sequence != running.sequence
-        running.sequence = found.sequence
+        origin.sequence = _sequence()
+        origin.has_node = origin.sequence != running.sequence
+        running.sequence = origin.sequence
     else:
         node = _current_node()
         if node is not None:
-            found.node, found.sequence = node.name(), node._sequence_nr()
-    return found
+            origin.node, origin.sequence = node.name(), node._sequence_nr()
+    return origin
 
 
 def user_line() -> str:
-    """``path:line`` of the innermost frame outside torch and this package.
+    """Return ``path:line`` of the innermost frame outside torch and this package.
 
-    A thread of autograd has none: the main thread, which waits for it, has.
+    A thread of autograd has no such frame: the main thread, which waits for it, has one.
     """
-    found = _outside(sys._getframe(1))
-    if is_internal(found.f_code.co_filename):
-        # In no name: a function that holds its own frame keeps its callers' objects alive.
-        found = _outside(sys._current_frames()[threading.main_thread().ident or 0])
-    return _shown_line(found)
+    frame = _outside(sys._getframe(1))
+    if is_internal(frame.f_code.co_filename):
+        # Not a variable: a function that holds its own frame keeps its callers' objects alive.
+        frame = _outside(sys._current_frames()[threading.main_thread().ident or 0])
+    return _shown_line(frame)
 
 
 def _outside(frame: FrameType) -> FrameType:
@@ -236,19 +236,19 @@ def _outside(frame: FrameType) -> FrameType:
 
 
 def refuse(name: str, why: str) -> NoReturn:
-    """Raise the error for a part of torch, used at a line of the user's, that is not simulated."""
+    """Raise the error that ``name``, a part of torch that a user's line uses, is not simulated."""
     raise UnsupportedOperatorError(f"{name} at {user_line()} {why}")
 
 
 def refusing(name: str, why: str) -> Callable[..., NoReturn]:
-    """Return a function that takes anything and refuses it."""
+    """Return a function that calls :func:`refuse`, whatever its arguments."""
     return lambda *_, **__: refuse(name, why)
 
 
 def callers_line() -> str:
-    """``path:line`` of the innermost frame outside installed packages, if there is any.
+    """Return ``path:line`` of the innermost frame outside installed packages, else the user's line.
 
-    The author of a description looks for a line of their own, and not for the library's.
+    Errors in a kernel's description show it: its author looks for a line of their own.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_installed(frame.f_code.co_filename):
@@ -302,7 +302,7 @@ def _is_factory(operator: Any) -> bool:
 
 @cache
 def is_own(filename: str) -> bool:
-    """Return whether code of this file is our own."""
+    """Return whether the file belongs to this package."""
     return filename.startswith(_OWN)
 
 
@@ -320,9 +320,9 @@ def is_written_by_inductor(filename: str) -> bool:
 
 @cache
 def is_internal(filename: str) -> bool:
-    """Return whether code of this file is torch's, Triton's or our own, or is passed through."""
+    """Return whether the file is torch's, Triton's, this package's, or a decorator's."""
     passed = (
-        Path(filename).name in _PASSED
+        Path(filename).name in _DECORATOR_FILES
         or filename == copy.__file__
         or is_written_by_inductor(filename)
     )
@@ -336,9 +336,9 @@ def _folder(package: str) -> str:
 
 
 def clear_own_frames(traceback: TracebackType | None) -> None:
-    """Clear the frames of the simulation's code, and of operators it calls, that have ended.
+    """Clear the frames of this package and of ``torch._ops`` that have ended.
 
-    In a handler of an error C++ holds no tensor of the call any more.
+    In C++ no frame of a failed call holds a tensor either.
     """
     while traceback is not None:
         frame = traceback.tb_frame

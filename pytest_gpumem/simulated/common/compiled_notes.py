@@ -6,13 +6,13 @@ OF_COMPILED_CODE = "torch.compile at"
 """The beginning of every note on compiled code."""
 
 RUNS_EAGERLY = "runs eagerly"
-"""A part of notes on compiled code that was not followed."""
+"""A part of the notes on code that was to be compiled and runs as eager code."""
 
 
 def ran_eagerly(note: str) -> bool:
-    """Return whether ``note`` is about eager code's number, where code was to be compiled."""
+    """Return whether ``note`` says that code to be compiled was run as eager code."""
     return note.startswith(OF_COMPILED_CODE) and RUNS_EAGERLY in note
 
 
 FOLLOWED_SINCE = "2.11"
-"""Releases before have other hooks; ``torch.__version__`` compares itself by releases."""
+"""Earlier releases have other hooks; ``torch.__version__`` compares itself by releases."""

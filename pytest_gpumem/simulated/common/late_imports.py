@@ -1,4 +1,4 @@
-"""Modules that are first imported during a simulation: without replaced names, or not at all."""
+"""Modules first imported during a simulation: without replaced names, or replaced themselves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Answers = Callable[[str, FrameType], Any]
 """(name, frame of the reader) -> the module's attribute, or ``None`` to import the real one."""
 
 _ASKED_OF_EVERY_MODULE = ("__path__", "__warningregistry__")
-"""By import statements, which packages have an answer for, and by ``TestCase.assertWarns``."""
+"""Read by import statements, where only packages have them, and by ``TestCase.assertWarns``."""
 
 
 class StandIn(ModuleType):
     """A stand-in in ``sys.modules`` until an attribute is read that ``answers`` does not have.
 
-    Then the real module is imported, and does the work of this one as well. ``known`` are answers
-    for every importer, which may keep them.
+    Then the real module is imported, and this one reads its attributes there. ``known`` are
+    attributes that every importer gets and may keep.
     """
 
     def __init__(
@@ -99,30 +99,30 @@ def imported_unpatched(
 ) -> AbstractContextManager[None]:
     """Import the modules of ``package`` inside without replaced names, which they would keep.
 
-    ``but`` are parts of it that are imported with replaced names.
+    Parts of it that are named in ``but`` are imported with replaced names.
     """
 
     def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
-        of_stand_in = isinstance(sys.modules.get(name.rpartition(".")[0]), StandIn)
-        in_sight = any(f"{name}.".startswith(f"{part}.") for part in but)
-        if not of_stand_in and (in_sight or not name.startswith(f"{package}.")):
+        parent_is_stand_in = isinstance(sys.modules.get(name.rpartition(".")[0]), StandIn)
+        is_excepted = any(f"{name}.".startswith(f"{part}.") for part in but)
+        if not parent_is_stand_in and (is_excepted or not name.startswith(f"{package}.")):
             return None
-        return partial(_UnpatchedLoader, nullcontext if in_sight else unpatched)
+        return partial(_UnpatchedLoader, nullcontext if is_excepted else unpatched)
 
     return watched(Finder(wrapper_of, set()))
 
 
 class _UnpatchedLoader(Wrapped):
-    """Runs ``loader`` without replaced names."""
+    """A loader that runs ``loader`` without replaced names."""
 
     def __init__(self, unpatched: Context, loader: Loader) -> None:
         super().__init__(loader)
         self._unpatched = unpatched
         self._own_spec: ModuleSpec | None = None
-        """The spec of a module that the import of a stand-in's real package has imported."""
+        """The spec of a module that was imported when its package replaced a stand-in."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module: the one that the loader makes, or the one imported by now."""
+        """Return the module that the loader makes, or the one that its package has imported."""
         package = sys.modules.get(spec.name.rpartition(".")[0])
         if isinstance(package, StandIn):
             package.real()
@@ -134,10 +134,10 @@ class _UnpatchedLoader(Wrapped):
 
     def exec_module(self, module: ModuleType) -> None:
         if self._own_spec is not None:
-            vars(module)["__spec__"] = self._own_spec  # modules of settings take no attributes
+            vars(module)["__spec__"] = self._own_spec  # torch's config modules refuse setattr
             return
-        # A collection may start a thread (a loader's, for its workers), which would wait
-        # for the module imported here, as this thread for it.
+        # A garbage collection may start a thread (a loader's, for its workers) that would wait for
+        # the import of this module, while this thread waits for that one.
         with self._unpatched(), paused():
             super().exec_module(module)
 

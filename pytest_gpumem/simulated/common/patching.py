@@ -23,7 +23,7 @@ _Row = tuple[Any, str, Any]
 
 
 def wrapped(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which gets ``original`` before its arguments, in the place of that."""
+    """Return a replacement of ``original``: ``function``, which gets it before its arguments."""
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ class _Replaced:
         setattr(self.owner, self.name, self.value)
 
     def put_back(self) -> None:
-        if self.name == "__bases__":  # a tool may have put an inherited method back as an own one
+        if self.name == "__bases__":  # a tool may have restored an inherited method here
             served = vars(self.value[0])
             for name, value in list(vars(self.owner).items()):
                 if callable(value) and served.get(name) is value:
@@ -69,7 +69,7 @@ class Patches:
         self.added: list[_Row] = []
         """Owner, name and replacement, in the order they were added."""
         self.attributes: list[_Row] = []
-        """The attributes that are set for these; one may serve many names."""
+        """The attributes to set for these; one ``__getattr__`` may serve many names."""
         self._replaced: list[_Replaced] = []
         self._is_paused = False
         self._put_back: list[_Replaced] = []
@@ -86,7 +86,7 @@ class Patches:
 
     def join_missing(self, module: ModuleType) -> None:
         """Serve the names that ``module`` lacks by one ``__getattr__`` of the module."""
-        missing = self._not_owned(module)
+        missing = self._pop_missing(module)
 
         def __getattr__(name: str) -> Any:  # noqa: N807  # Python's own hook, PEP 562
             if name in missing:
@@ -97,12 +97,12 @@ class Patches:
 
     def join_inherited(self, kind: type) -> None:
         """Serve the names that the class ``kind`` inherits by one class in front of its bases."""
-        inherited = {"__slots__": (), **self._not_owned(kind)}
+        inherited = {"__slots__": (), **self._pop_missing(kind)}
         base = type(f"Simulated{kind.__name__}", (), inherited)
         self.attributes.append((kind, "__bases__", (base, *kind.__bases__)))
 
-    def _not_owned(self, owner: Any) -> dict[str, Any]:
-        """Return the replacements of names that ``owner`` itself does not have, to serve them."""
+    def _pop_missing(self, owner: Any) -> dict[str, Any]:
+        """Remove and return the replacements of names that ``owner`` itself does not define."""
         served, self.attributes, rows = {}, [], self.attributes
         for row in rows:
             each, name, value = row
@@ -143,7 +143,7 @@ class Patches:
         """Restore the originals inside, but for names that other code has replaced since.
 
         The value at the end of the pause is the one that :meth:`undo` restores: a module imported
-        inside may have set it. ``but`` gets an owner, a name and a replacement: whether it stays.
+        inside may have set it. ``but`` says by owner, name and replacement which ones stay.
         """
         paused: list[_Replaced] = []
         for replaced in reversed(self._replaced):
@@ -208,8 +208,8 @@ def patched_when_imported(plans: Mapping[str, Plan]) -> Iterator[None]:
 def add_functions(functions: Mapping[str, Any], patches: Patches) -> None:
     """Replace ``functions`` of ``torch._C``, and the copies of their names.
 
-    A build without CUDA has none of the ``_cuda_`` ones, and each release has its own of
-    ``_accelerator_``.
+    A build without CUDA has no ``_cuda_`` functions, and the ``_accelerator_`` ones differ by
+    release.
     """
     for name, function in functions.items():
         if not name.startswith("_accelerator_") or hasattr(torch._C, name):
@@ -222,13 +222,13 @@ def add_functions(functions: Mapping[str, Any], patches: Patches) -> None:
 class Method:
     """A method of tensors that asks subclasses first, and equals torch's own, which it replaces.
 
-    A subclass looks up in tables what it is asked about, by torch's method or by this one.
+    Subclasses look up the function they are asked about in tables, by torch's method or this one.
     """
 
     def __init__(self, function: Callable[..., Any], replaced: Any) -> None:
         self._function = function
         self._replaced = replaced
-        # Dynamo traces torch's own method where the name is one (is_bound_tensor_method of
+        # Dynamo traces torch's own method if the two names are equal (is_bound_tensor_method of
         # torch/_dynamo/utils.py, 2.6 to 2.15), and else this one.
         self.__name__ = replaced.__name__
 

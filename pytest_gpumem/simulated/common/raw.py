@@ -14,8 +14,8 @@ empty = torch.empty
 empty_permuted = torch.empty_permuted
 empty_strided = torch.empty_strided
 as_strided = torch.as_strided
-"""Functions as torch has them: while a simulation is active, torch's names watch for tensors that
-the user makes on ``meta``."""
+"""Torch's own functions: during a simulation its names watch for tensors that the user makes on
+``meta``."""
 
 _getters: dict[str, Any] = dict(vars(torch._C.TensorBase))
 _modes_enabled = torch._C._is_torch_function_mode_enabled
@@ -58,7 +58,7 @@ _is_cpu: Callable[[torch.Tensor], bool] = _getter("is_cpu")
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` lies on a GPU, for which ``meta`` stands if it is simulated."""
+    """Return whether ``tensor`` is on a GPU, which is ``meta`` if it is simulated."""
     return not _is_cpu(tensor)
 
 
@@ -84,5 +84,5 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Return whether numbers of ``dtype`` are integers, and no truth values."""
+    """Return whether numbers of ``dtype`` are integers, and not booleans."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)

@@ -1,4 +1,4 @@
-"""Backends of ``torch.compile`` for a simulated GPU: Inductor, and those made of Python.
+"""Backends of ``torch.compile`` for a simulated GPU: Inductor, and those written in Python.
 
 A backend gets Dynamo's graph and its result runs, as on a GPU: Inductor's wrapper, or the
 graphs that AOTAutograd has cut, operator by operator.
@@ -44,7 +44,7 @@ class Backend:
         self._refuses = refuses
 
     def __eq__(self, other: object) -> bool:
-        """Whether Dynamo may use for this one code that it has compiled for ``other``."""
+        """Return whether Dynamo may use code for this backend that it compiled for ``other``."""
         if not isinstance(other, Backend):
             return NotImplemented
         return self._machine is other._machine and bool(self._given == other._given)
@@ -58,9 +58,9 @@ class Backend:
             nodes = graph.graph.nodes
             if not are_of_gpu([*inputs, *(node.meta.get("example_value") for node in nodes)]):
                 return graph.forward  # the CPU runs it as it is
-            self._tracing.say_tuned(self._settings)
+            self._tracing.note_tuning(self._settings)
         elif not _is_of_torch(self._given):
-            # A backend may inspect them while torch compiles, as fakes on a GPU.
+            # A backend may inspect its inputs while torch compiles: they are fakes on a GPU.
             placed = graph.graph.find_nodes(op="placeholder")
             fakes = [node.meta.get("example_value") for node in placed]
             inputs = [

@@ -1,4 +1,4 @@
-"""The values of compiled code: its graph, run on the CPU beside the wrapper that allocates.
+"""The values of compiled code: its graph runs on the CPU, besides the wrapper that allocates.
 
 Kernels of a wrapper compute nothing. Where every value is computed, their results come from the
 graph that Inductor was given, operator by operator, as in eager code; the simulated GPU
@@ -37,11 +37,11 @@ _COMPUTED = frozenset({"aten", "prims"})
 """Namespaces of torch's operators, which the CPU can compute."""
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 _SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
-"""Replacements for other strides on the CPU; Inductor treats both as the same, too."""
+"""Replacements because strides differ on the CPU; Inductor treats both as the same, too."""
 
 
 class GraphValues:
-    """The values that ``graph``, not yet changed by Inductor, computes beside its wrapper."""
+    """The values that ``graph``, not yet changed by Inductor, computes besides its wrapper."""
 
     def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:
         self._machine = machine
@@ -53,7 +53,7 @@ class GraphValues:
         self._graph = _copied(graph)  # Inductor rewrites its own
         name_gpu(self._graph, lambda value: raw.CPU if isinstance(value, torch.device) else value)
 
-    def beside(self, wrapper: Wrapper) -> Wrapper:
+    def with_values(self, wrapper: Wrapper) -> Wrapper:
         """Return a function that runs ``wrapper`` for its allocations and computes its results."""
         machine, values = self._machine, self._machine.values
 
@@ -71,7 +71,7 @@ class GraphValues:
                     whole = Operator.by(self._compute, tuple((at, "") for at in self._written))
                     capture.add(whole, described, {}, tuple(results))
                     return results
-                # Nothing keeps tensors on the GPU: the wrapper frees them when they would be freed.
+                # No GPU tensor is referenced here, so the wrapper frees them when a GPU would.
                 given = values.shared(self._copies_on_host(inputs))
                 if given is None:
                     return wrapper(inputs)
@@ -88,7 +88,7 @@ class GraphValues:
         return run
 
     def _copies_on_host(self, inputs: list[Any]) -> list[Any]:
-        """``inputs``, and copies of those that the wrapper's kernels for the CPU write to."""
+        """Return ``inputs``, with copies of those that the wrapper's CPU kernels write to."""
         found = list(inputs)
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             for at in self._written:
@@ -111,7 +111,7 @@ def _unfollowed(values: Values) -> Iterator[None]:
 
 
 class _UncomputableError(Exception):
-    """An operator has no kernel on the CPU; the values know which."""
+    """An operator has no kernel on the CPU: ``Values.uncomputed`` names it."""
 
 
 class _Computing(Interpreter):
@@ -137,7 +137,7 @@ class _Computing(Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(target, (OpOverload, HigherOrderOperator)):
-            return target(*args, **kwargs)  # of sizes
+            return target(*args, **kwargs)  # arithmetic on sizes
         if isinstance(target, OpOverload) and self._shapes is not None:
             self._values.work.expect(target, args, kwargs, self._shapes)
         if _is_of_torch(target):
@@ -183,24 +183,24 @@ _DRAWN: dict[Any, Callable[..., torch.Tensor]] = {
     _prims.inductor_random.default: _random,
     _prims.inductor_randint.default: _random_integers,
 }
-"""Operators whose seed is an argument; torch's own, for tracing, do not look at it.
+"""Operators whose seed is an argument; torch's versions, for tracing, ignore it.
 
 Source: torch/_inductor/inductor_prims.py and fx_passes/replace_random.py, torch 2.11 and 2.13.
 """
 _FOLLOWED = frozenset({"flex_attention", "flex_attention_backward"})
-"""Operators of higher order that have an implementation on the CPU that is made of operators."""
+"""Higher-order operators whose implementation on the CPU is made of operators."""
 
 _LAID_OUT = re.compile("_stride$")
 """Arguments that describe the layout of a view in a copy."""
 _FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
-"""Operators of higher order that call one that writes to its arguments, for copies of them."""
+"""Higher-order operators that call a mutating operator on copies of its arguments."""
 
 _OF_STORAGES = re.compile("as_strided|eager_offset")
 """Operators that ask for the strides, or for the random numbers, of a GPU."""
 
 
 def _uncomputable_part(node: Node) -> str | None:
-    """Return the part of ``node`` that is not computed beside a wrapper, or ``None``."""
+    """Return the part of ``node`` that cannot be computed besides a wrapper, or ``None``."""
     target: Any = node.target
     if node.meta.get("unbacked_bindings"):
         return f"{target}, which makes sizes of values,"
@@ -214,9 +214,9 @@ def _uncomputable_part(node: Node) -> str | None:
 def _lacking_operator(operator: OpOverload) -> str | None:
     """Return ``operator`` if the CPU cannot compute it.
 
-    A custom one runs on any device by its registration: ``torch.library.custom_op`` registers it
-    for any where it gets no ``device_types``. No other kernel that is written for all devices
-    counts: collectives have one, too.
+    A custom one runs on the CPU if it is registered for all devices: ``torch.library.custom_op``
+    does so where it gets no ``device_types``. Other kernels for all devices do not count:
+    collectives have one, too.
     """
     name = operator.name()
     anywhere = operator._schema.name in OPDEFS and _has_kernel(name, "CompositeExplicitAutograd")

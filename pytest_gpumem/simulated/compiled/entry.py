@@ -1,9 +1,9 @@
-"""The entry into compiling: ``torch.compile``, done for a simulated GPU.
+"""``torch.compile`` for a simulated GPU: torch's own, with another backend.
 
-``torch.compile`` is torch's own. The function it returns calls ``_callback_from_stance`` for the
-compiler of frames each time that it is called; here it gets the same with another backend. So a
-function that was compiled before the simulation began is followed, too, and no compiled code is
-used for another machine: Dynamo finds it by its backend.
+The function that ``torch.compile`` returns asks ``_callback_from_stance`` for a compiler of frames
+at each call; here it gets the same with another backend. So a function that was compiled before the
+simulation began is followed, too, and code compiled for one machine is not used for another: Dynamo
+finds it by its backend.
 
 Source: torch/_dynamo/eval_frame.py, convert_frame.py, torch 2.11 and 2.13.
 """
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Modes: follow if possible, refuse otherwise, or run compiled code eagerly."""
 
-_OF_OTHERS = (
+_NOT_FOLLOWED = (
     *("aotinductor", "onnxrt", "openxla", "openxla_eval", "tensorrt", "torch_tensorrt", "tvm"),
 )
-"""Backends that run graphs in C++ or in a library of their own, which takes memory by itself."""
+"""Backends that run graphs in C++ or in a library, which allocates by itself."""
 
 _INDUCTOR = "torch._inductor.compile_fx"
 """The module in which Inductor gets a graph, from any frontend."""
@@ -78,11 +78,11 @@ libraries_compile: set[CodeType] = set()
 """Functions of this package that replace those a library passes to ``torch.compile``."""
 
 _compiled: dict[CodeType, weakref.ref[Compilation]] = {}
-"""The frames that were compiled for a machine, of all of the process: Dynamo keeps them there."""
+"""All frames of the process that were compiled for a machine, as Dynamo keeps them."""
 
 
 class Compilation:
-    """Compiles for ``machine`` the functions that are passed to ``torch.compile``.
+    """The compiler, for ``machine``, of functions that are passed to ``torch.compile``.
 
     ``how`` is one of :data:`HOW`. In the context ``unpatched()`` nothing is replaced, in
     ``answering()`` only the functions that answer for the GPU, and in ``code()`` within it
@@ -110,7 +110,7 @@ class Compilation:
         self._tracing: Tracing | None = None
         self._patches: Patches | None = None
         self._by_itself = ExitStack()
-        """Hooks of Inductor, for callers that do not come by ``torch.compile``."""
+        """Hooks of Inductor, for callers that do not use ``torch.compile``."""
         self._ran_eagerly = False
         self._inside = ExitStack()
         self._steps = MarkedSteps()
@@ -160,7 +160,7 @@ class Compilation:
                 return chosen
             if hasattr(chosen, "hooks"):
                 return self._callback(chosen)
-            # A stance's own: it waits, or refuses to compile anew, around a compiler.
+            # The callback of a stance, around a compiler: it waits, or refuses to compile again.
             own = self._callback(callback)
             return None if own is None else of_stance(own)
 
@@ -216,7 +216,7 @@ class Compilation:
             reason = f"which follows Inductor since torch {FOLLOWED_SINCE}"
         elif self._how == EAGER:
             reason = "as it was asked to"
-        elif name in _OF_OTHERS:
+        elif name in _NOT_FOLLOWED:
             reason = f"where backend {name!r} is not followed"
         if reason is not None:
             self._ran_eagerly = True
@@ -277,7 +277,7 @@ class Compilation:
         return ConvertFrameReturn()
 
     def forget(self, *, own: bool = True) -> None:
-        """Reset the code that was compiled for machines, with ``own`` for this one, too.
+        """Reset the code that was compiled for other machines, with ``own`` for this one, too.
 
         Dynamo keeps only a few results of each frame, and takes sizes that changed for dynamic:
         without this, a test's allocations would depend on the tests before it.
@@ -297,13 +297,13 @@ class Compilation:
 
 
 def _is_captured_by_torch() -> bool:
-    """Return whether the call of ``torch.compile`` stands in one of torch's own functions."""
+    """Return whether one of torch's own functions calls ``torch.compile``."""
     frames = walk_stack(sys._getframe(1))
     return any(frame.f_code.co_filename.startswith(_CAPTURES) for frame, _ in frames)
 
 
 _MODULE_CALL = torch.nn.Module._wrapped_call_impl.__code__
-"""The frame of every call of a module: where phases are found, this package passes it on."""
+"""The frame of every call of a module, which this package makes where it finds phases."""
 
 
 class _WithBackend:
@@ -339,7 +339,7 @@ def _inner(callback: Any) -> Any:
 
 
 def _filtered(others: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Filter out guards on names of torch's: replaced names are torch's own again by then."""
+    """Return a filter that also drops guards on torch's names: they are restored by then."""
 
     def keep(guards: Sequence[Any]) -> Sequence[bool]:
         kept = [True] * len(guards) if others is None else others(guards)

@@ -1,17 +1,16 @@
 """Fake tensors of a GPU in a build that may have none.
 
 Autograd's C++ reads the device of each tensor for its guard, and only builds with CUDA have one. So
-C++ takes fake tensors of a GPU for ``meta``, as it takes all tensors of a simulation, and Python
-sees ``cuda``. C++ reports such a tensor's device as ``meta``; code that is compiled for a GPU never
-means ``meta``, so it stands for the GPU everywhere in this module.
+to C++ fake tensors of a GPU are on ``meta``, as all tensors of a simulation are, and Python sees
+``cuda``. Code that is compiled for a GPU never means ``meta`` itself, which stands for the GPU
+everywhere in this module.
 
 Source: torch/_subclasses/fake_tensor.py, meta_utils.py and fake_impls.py, torch 2.11 and 2.13.
 
-Operators that are built from others keep their gradients. For ``meta`` torch gives many of them a
-kernel of Python's: the shapes of ``torch.where`` with a number, of ``std``, of ``nll_loss``.
-Autograd's key of a device that has a kernel no longer takes an operator apart, so Python's
-dispatcher would lead these past autograd, and nothing would be saved for backward. On CUDA they are
-taken apart.
+Composite operators keep their gradients. For ``meta`` torch gives many of them a Python kernel: the
+shapes of ``torch.where`` with a number, ``std`` or ``nll_loss``. Autograd's key of a device with
+such a kernel no longer decomposes the operator, so Python's dispatcher would pass autograd by, and
+nothing would be saved for backward. On CUDA they are decomposed.
 
 Source: torch/_ops.py, ``resolve_key``; torch/_meta_registrations.py, ``activate_meta``; torch 2.11
 and 2.13.
@@ -99,14 +98,14 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == raw.META))
     base = torch.Tensor
     patches.add(base, "_make_subclass", faking(base._make_subclass))
-    # What holds fake tensors takes their device, and what is compiled may hold others.
+    # A subclass that holds fake tensors has their device; compiled code may hold others.
     patches.add(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
     patches.add(base, "device", property(lambda each: place_of(each) or raw.device(each)))
     patches.add(base, "is_cuda", property(lambda each: each.device.type == "cuda"))
     patches.add(base, "is_meta", property(lambda each: each.device.type == "meta"))
     patches.join_inherited(base)  # as the simulation's own, which come back while user code runs
     patches.add(FunctionalTensor, "cuda", _to_gpu(machine, FunctionalTensor.to))
-    # Numbers are not moved to the device while they are traced, as where there is none.
+    # While they are traced, numbers stay on the host, as in a build without CUDA.
     patches.add(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
     patches.add(torch._C, "_conv_determine_backend_memory_format", _convolution_format)
     patches.add(fake_tensor, "init_gpu_context", lambda device: None)
@@ -132,7 +131,7 @@ def _to_gpu(machine: SimulatedMachine, to: Callable[..., Any]) -> Callable[..., 
 
 
 def indexed(machine: SimulatedMachine, value: Any) -> Any:
-    """``value``, with its index where it names a GPU: C++ would ask the driver for it."""
+    """Return ``value``, with an index if it names a GPU: C++ would ask the driver for one."""
     if value == "cuda" or (isinstance(value, torch.device) and value.type == "cuda"):
         return place(machine, value)
     return value
@@ -175,8 +174,8 @@ _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_disp
 
 @contextmanager
 def gradients_kept() -> Iterator[None]:
-    """Decompose such operators inside, above autograd."""
-    operators = _with_shapes_alone()
+    """Decompose composites that have a Python kernel for ``meta`` inside, above autograd."""
+    operators = _with_python_meta_kernel()
     for operator in operators:
         operator.py_kernels[DispatchKey.AutogradMeta] = operator.decompose
         operator._dispatch_cache.clear()
@@ -189,8 +188,8 @@ def gradients_kept() -> Iterator[None]:
 
 
 @cache
-def _with_shapes_alone() -> tuple[OpOverload, ...]:
-    """Return ATen's operators that are built from others and have a Python ``meta`` kernel."""
+def _with_python_meta_kernel() -> tuple[OpOverload, ...]:
+    """Return ATen's composite operators that have a Python kernel for ``meta``."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         operator = overload_of(name.removeprefix("aten::")) if name.startswith("aten::") else None

@@ -1,4 +1,4 @@
-"""Settings of Inductor's for compiling, what the process counts, and what cannot be followed.
+"""Inductor's settings for compiling, torch's counts for the process, and code not followed.
 
 Compiled code that cannot be followed runs eagerly with a note, or is refused.
 """
@@ -39,7 +39,7 @@ HELPERS = "get_compile_threads"
 
 
 def no_helpers() -> int:
-    """Return that none helps: no kernel is compiled, and the threads of helpers never rest."""
+    """Return 1: no kernel is compiled, and threads that help would never become idle."""
     return 1
 
 
@@ -49,15 +49,15 @@ _ATTENTION = (
     "math_sdp_enabled",
     "cudnn_sdp_enabled",
 )
-"""Settings of ``torch.backends.cuda`` for which kernels of attention may be taken."""
+"""Settings of ``torch.backends.cuda`` that allow kernels of attention."""
 
 
 @contextmanager
 def apart_by_attention() -> Iterator[None]:
-    """Keep graphs apart inside by the kernels of attention that may be taken.
+    """Make the allowed kernels of attention a part of the key of torch's graph cache, inside.
 
     The kernel is chosen while a graph is traced, but is no part of the key under which torch keeps
-    what it has made of the graph. So one of another test would be found that has chosen otherwise.
+    the graph. So a test could get the graph of an earlier test with another choice.
 
     Source: torch/_inductor/codecache.py (``FxGraphHashDetails``), torch 2.11 to 2.15.
     """
@@ -75,9 +75,9 @@ _TREES = "torch._inductor.cudagraph_trees"
 class MarkedSteps:
     """The steps that one machine's code has marked with ``cudagraph_mark_step_begin()``.
 
-    torch counts them for the process. Once there is one, only the next begins a step: results of
-    CUDA graphs are overwritten then, and no longer by each call. So they belong to the machine that
-    was active, and end with the test. Source: torch/_inductor/cudagraph_trees.py (MarkStepBox,
+    torch counts them for the process. After the first, results of CUDA graphs are overwritten only
+    when a step begins, and no longer by each call. So the count belongs to the machine that is
+    active, and ends with the test. Source: torch/_inductor/cudagraph_trees.py (MarkStepBox,
     get_curr_generation), torch 2.6 to 2.13.
     """
 
@@ -139,7 +139,7 @@ def traced_only_if_asked_for() -> Iterator[None]:
 
 
 def _is_asked_for(_: logging.LogRecord) -> bool:
-    # torch's own is there in any case, and is removed at the first record where it has no folder.
+    # torch's handler is always there, and goes at the first record if it has no folder.
     return any(getattr(each, "root_dir", None) for each in _LOG.handlers)
 
 

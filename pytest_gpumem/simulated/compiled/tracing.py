@@ -1,7 +1,7 @@
 """Tracing: torch sees its own functions, fake tensors of a GPU, and that GPU's properties.
 
 The functions that answer for the GPU are replaced below ``torch.cuda``
-(``torch._C._cuda_getDevice``, ...), so Dynamo meets torch's own functions and recognises them.
+(``torch._C._cuda_getDevice``, ...), so Dynamo finds torch's own functions and recognises them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _last: weakref.ref[Tracing] | None = None
 
 
 class Tracing:
-    """Makes torch compile for the GPUs of ``machine``; can be entered again inside."""
+    """The context in which torch compiles for the GPUs of ``machine``; it can be nested."""
 
     def __init__(
         self, machine: SimulatedMachine, answering: Context, code: Context, exclusively: Context
@@ -112,7 +112,7 @@ class Tracing:
         """Replacements for compiling that happens while compiled code runs: a graph's backward."""
         self._lasting.wrap(compile_fx, "_compile_fx_inner", self._write)
         self._lasting.add(async_compile, settings.HELPERS, settings.no_helpers)
-        # From 2.15 on the compiled frame asks C++, which knows the GPUs of the process alone.
+        # From 2.15 on the compiled frame asks C++, which knows only real GPUs.
         if hasattr(torch._dynamo.utils, "get_current_stream"):
             current = torch.accelerator.current_stream
             self._lasting.add(torch._dynamo.utils, "get_current_stream", current)
@@ -156,7 +156,7 @@ class Tracing:
     def _write(
         self, write: Callable[..., Any], graph: GraphModule, *args: Any, **options: Any
     ) -> Any:
-        self.say_tuned({})
+        self.note_tuning({})
         with FramesCleared(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
             if not self._machine.values.everything:
                 return write(graph, *args, **options)
@@ -169,10 +169,10 @@ class Tracing:
             written = write(graph, *args, **options)
             if isinstance(written, CompiledFxGraph):
                 assert written.current_callable is not None
-                written.current_callable = computed.beside(written.current_callable)
+                written.current_callable = computed.with_values(written.current_callable)
             return written
 
-    def say_tuned(self, given: Mapping[str, Any]) -> None:
+    def note_tuning(self, given: Mapping[str, Any]) -> None:
         """Note that Inductor, with these settings of its own, would measure its choices."""
         if any(given.get(name, getattr(config, name)) for name in settings.TUNING):
             note_at_line(
@@ -182,11 +182,11 @@ class Tracing:
             )
 
     def _bandwidth(self) -> float:
-        """GB/s of the memory, where it decides which products are too small to be padded.
+        """Return the memory's GB/s, which decides which products are too small to be padded.
 
-        Inductor compares it with a GPU's TFLOPS, which it has by the whole name only for an L4. For
-        others Triton computes a million times too few, from a clock in MHz taken for kHz, so
-        all their products are large enough, as where nothing is known.
+        Inductor compares it with a GPU's TFLOPS, which it looks up by the whole name, known only
+        for an L4. For others Triton computes a million times too few, from a clock in MHz taken
+        for kHz, so all their products are large enough, as if nothing were known.
 
         Source: torch/_inductor/fx_passes/pad_mm.py (is_mm_compute_bound), utils.py
         (get_device_tflops), analysis/device_info.py, torch 2.11 and 2.13; triton/testing.py (nvsmi,
@@ -266,7 +266,7 @@ class Tracing:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep wrappers apart, by model; a backward's may be made when it is first run."""
+        """Keep wrappers by model inside; that of a backward pass may be made when it first runs."""
         model = self._machine.gpus[0].model.name
         folder = Path(cache_dir(), f"{WRAPPERS}{_version()}", model)
         with ExitStack() as inside:
@@ -303,9 +303,9 @@ class Tracing:
             return copy(tensor, device=device, **options)
 
         inside.enter_context(self._answering())
-        # Nothing is replaced here. Dynamo may have looked torch's functions up while names were:
-        # when a world of processes begins, it forgets them (``init_process_group``) and looks
-        # again at the next use.
+        # No name is replaced here. Dynamo may have looked torch's functions up while names were:
+        # ``init_process_group``, where a world of processes begins, makes it look again at the
+        # next use.
         if torch.zeros not in trace_rules.get_torch_obj_rule_map():
             _clear_caches(trace_rules, TorchInGraphFunctionVariable)
         inside.enter_context(fakes.gradients_kept())
@@ -322,7 +322,7 @@ class Tracing:
 
 
 class _OnHost(TorchDispatchMode):
-    """Makes constants of a GPU on the CPU, as torch reads their values."""
+    """A mode that makes constants of a GPU on the CPU, because torch reads their values."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -332,7 +332,7 @@ class _OnHost(TorchDispatchMode):
 
 
 def _is_fresh(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``group`` has parameters on the GPU alone, none of which has a state yet."""
+    """Return whether all parameters of ``group`` are on the GPU, and none has a state yet."""
     parameters = group["params"]
     return "capturable" in group and all(
         each.is_cuda and each not in optimizer.state for each in parameters
@@ -366,7 +366,7 @@ _MEASURED: tuple[tuple[Any, str], ...] = (
     (torch.nn.Parameter, "__new__"),
     *((owner, "_engine_run_backward") for owner in (torch.autograd, torch.autograd.graph)),
 )
-"""Functions that measuring wraps, which it must not while torch compiles."""
+"""Functions that the meter wraps: torch has to compile the originals."""
 
 
 def _clear_caches(*owners: Any) -> None:
@@ -381,11 +381,11 @@ def _as_on_cuda(
     machine: SimulatedMachine, decompose: Callable[..., Any], operator: OpOverload, *args: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Decompose operators that CUDA takes apart otherwise than the CPU, in inference mode.
+    """Decompose, in inference mode, operators that CUDA decomposes differently from the CPU.
 
-    They are taken apart above autograd, whose key the tensors of inference mode have not. There
-    FakeTensorMode and FunctionalTensorMode take an operator apart by ``OpOverload.decompose``, in
-    C++, for which the tensors are on ``meta``: attention would be the one of the math kernel.
+    This happens above autograd, whose key the tensors of inference mode lack. FakeTensorMode and
+    FunctionalTensorMode decompose there by ``OpOverload.decompose``, in C++, to which the tensors
+    are on ``meta``: attention would be that of the math kernel.
     Source: torch/_ops.py (``OpOverload.decompose``), torch/_subclasses/fake_tensor.py and
     functional_tensor.py, torch 2.11 to 2.15.
     """

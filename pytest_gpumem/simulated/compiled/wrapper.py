@@ -108,9 +108,8 @@ def _with_origin(write: Callable[..., str], codegen: Any, buffer: Any) -> str:
 def _nodes_of(codegen: Any, buffer: Any) -> Iterable[torch.fx.Node]:
     """Return the nodes that ``buffer`` is computed by, in Inductor's graph.
 
-    A library's kernel has an operator of its own, whatever else is computed on the way to it. A
-    workspace belongs to the kernel that it is for, and the copy of a graph's input, as a library
-    wants it laid out, to its readers.
+    A library's kernel counts as its own operator only. A workspace belongs to the kernel that uses
+    it, and the copy of a graph's input in a library's layout to its readers.
     """
     if isinstance(buffer, WorkspaceArg):
         lines = (line for line in codegen.lines if isinstance(line, AllocateLine))
@@ -124,7 +123,7 @@ def _nodes_of(codegen: Any, buffer: Any) -> Iterable[torch.fx.Node]:
 
 
 def _nodes_of_steps(steps: Iterable[Any]) -> list[torch.fx.Node]:
-    """Return the nodes that these steps of Inductor's compute; outputs are none."""
+    """Return the nodes that these steps of Inductor's scheduler compute; outputs compute none."""
     scheduled = [step for step in steps if isinstance(step, BaseSchedulerNode)]
     parts = [part.node for step in scheduled for part in step.get_nodes() if part.node is not None]
     return [node for part in parts for node in _computed_by(part)]
@@ -149,8 +148,8 @@ def _between_origins(write: Callable[..., None], codegen: Any, node: Any, *args:
 def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], SourceLine | None] | None:
     """Return the operators that ``nodes`` compute together, and their filename, line and function.
 
-    The line is that of the last one, ``None`` where none of them comes from the user's code: of
-    torch's own modules. It is ``None`` altogether where there is no operator.
+    The line is that of the last node with user code, ``None`` if no node has any, as in torch's own
+    modules. The result is ``None`` if there is no operator.
     """
     order = sorted(nodes)
     operators = [node.meta.get("original_aten") or node.target for node in order]

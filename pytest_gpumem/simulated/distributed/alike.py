@@ -1,7 +1,7 @@
-"""Results of collectives where every rank sends the same: what the others send is not known.
+"""Results of collectives under the assumption that every rank sends the same.
 
-Those of c10d that the table has no function for are unknown, and so are reductions of which the
-results do not follow.
+Results of c10d's collectives without a function in the table are unknown, and so are those of
+reductions that do not follow from one rank's values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Transfer(NamedTuple):
     operation: str
     """The reduction: ``SUM``, ``MAX``; empty if unknown."""
     root: int
-    """The rank that receives a reduction: this one where all do."""
+    """The rank that receives a reduction: this one if all ranks do."""
     splits: Sequence[int]
     """Elements for each rank, where these are not equal parts."""
     received: Sequence[int]
@@ -48,7 +48,7 @@ class Transfer(NamedTuple):
 
 
 Write = Callable[[Transfer], None]
-"""A function that writes the results."""
+"""A function that writes the results of a collective."""
 
 
 def unchanged(sent: Transfer) -> None:
@@ -63,7 +63,7 @@ def reduced(sent: Transfer) -> None:
 
 
 def exchanged(sent: Transfer) -> None:
-    """Write for each rank's part what this rank sends itself."""
+    """Write, for each rank's part, what this rank sends to itself."""
     for source, target in zip(sent.read, sent.written, strict=True):
         own = (source.split(sent.splits) if sent.splits else source.chunk(sent.size))[sent.rank]
         _fill(target, own)
@@ -76,13 +76,13 @@ def gathered(sent: Transfer) -> None:
 
 
 def kept(sent: Transfer) -> None:
-    """Write what the only rank of a group sends to its own results, for any collective."""
+    """Copy what the only rank of a group sends to its results, for any collective."""
     for source, target in zip(sent.read, sent.written, strict=False):
         target.view(source.shape).copy_(source)
 
 
 def _fill(target: torch.Tensor, own: torch.Tensor) -> None:
-    """Write ``own`` to each part of ``target``, of which it may be one, as FSDP's is."""
+    """Write ``own`` to each part of ``target``; it may be one of the parts itself, as in FSDP."""
     if own.numel():
         parts = target.view(-1, *own.shape)
         is_part = target.untyped_storage()._cdata == own.untyped_storage()._cdata
@@ -102,7 +102,7 @@ class Collective(NamedTuple):
     alike: Write | None = None
     """Function that writes the results if all ranks send the same; ``None`` if they are unknown."""
     flattened: str = ""
-    """The lists of tensors of one size that it copies from or to a tensor that holds them all."""
+    """Lists of tensors of one size, which it copies from or to one tensor that holds them all."""
 
     def results(self, sent: Transfer) -> Write | None:
         """Return the function that writes the results; ``None`` where they do not follow."""
@@ -110,7 +110,7 @@ class Collective(NamedTuple):
             return None
         if sent.size == 1:
             return kept
-        # It receives from each rank what it would send to it.
+        # A rank receives from each rank what it would send to that rank.
         if sent.received and (not sent.splits or set(sent.received) != {sent.splits[sent.rank]}):
             return None
         if self.alike is reduced and sent.operation not in _KNOWN_REDUCTIONS:

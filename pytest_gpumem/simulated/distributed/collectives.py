@@ -1,6 +1,6 @@
 """Collectives as ``ProcessGroupNCCL`` runs them: their memory, and the tensors kept until a wait.
 
-Nothing is moved. Where the values that a rank sends are known, those of the others are taken to be
+Nothing is moved. Where the values that a rank sends are known, the other ranks are assumed to send
 the same; all other results are unknown. A collective that is not asynchronous runs on
 the current stream and keeps nothing; what an asynchronous one reads and writes is kept until
 ``wait()`` (``stashed_for_allocator_safety_``).
@@ -8,9 +8,9 @@ the current stream and keeps nothing; what an asynchronous one reads and writes 
 Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``collective``, ``allgather``,
 ``reduce_scatter``, ``barrier``, ``newLikeFlat``), Ops.cpp, Functional.cpp, torch 2.8 to 2.14.
 
-Each callback of a future runs on a stream of its own, which uses the results: it gets a stream of
-the pool, and the memory of the future's values is recorded as used on it, so that it is free again
-only when the host has seen that stream's work done. Source: aten/src/ATen/core/ivalue_inl.h
+A callback of a future runs on a stream of the pool, not the current one, and the memory of the
+future's values is recorded as used on that stream: it is free again only when the host has seen
+the stream's work done. Source: aten/src/ATen/core/ivalue_inl.h
 (``ivalue::Future::invokeCallback``, ``synchronizeWithCurrentStreams``), torch 2.6 to 2.15.
 """
 
@@ -76,7 +76,7 @@ class _DoneFuture(Future[Any]):
 
 
 _BARRIER_BYTES = 4
-"""The tensor that a barrier reduces: one float."""
+"""Bytes of the tensor that a barrier reduces: one float."""
 
 
 _group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
@@ -87,9 +87,9 @@ _FUNCTIONAL = (
     *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
     *("all_gather_into_tensor_out", "all_to_all_single", "broadcast", "broadcast_", "wait_tensor"),
 )
-"""Operators composed of those above and of tensors like their inputs."""
+"""Operators that consist of those above, and of factories of tensors like their inputs."""
 _IN_CPP = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-"""Keys under which their one kernel for all devices is found."""
+"""Keys by which their one kernel for all devices is found."""
 
 
 def _all_gathered(
@@ -120,15 +120,15 @@ _ALLOCATING: Mapping[str, Callable[..., Any]] = {
     "reduce_scatter_tensor": lambda input, *rest: _scattered([input], *rest)[0],
     "reduce_scatter_tensor_coalesced": _scattered,
 }
-"""Operators whose results C++ allocates by a device, which it takes to be ``meta``."""
+"""Operators whose results C++ allocates on a device, which it finds to be ``meta``."""
 
 
 _TO_EACH = ("alltoall_", "alltoall_base_")
-"""Operators in which each rank sends to each other one."""
+"""Operators in which each rank sends to every other one."""
 
 
 class _Work(Work):
-    """An asynchronous collective, which keeps its tensors alive until ``wait()`` is called."""
+    """An asynchronous collective: it keeps its tensors alive until ``wait()`` is called."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Collectives:
         self._operation = "SUM"
         """The reduction of a collective that C++ calls, as DDP does to find unused parameters."""
         self._has_result = True
-        """Whether a work can be asked for its results: C++ may keep one that it has waited for."""
+        """Whether a work is asked for its results: C++ may keep one after it has waited for it."""
         self._communicators = communicators
         """Communicators that NCCL would have created by now, at their first use, by group name."""
         self._barriers = WeakKeyDictionary[ProcessGroup, Scratch]()
@@ -231,7 +231,7 @@ class Collectives:
     def _functional(
         self, func: Any, kernel: Callable[..., Any], first: tuple[Any, ...] = ()
     ) -> Handler:
-        """Return a handler that runs C++'s kernel: the one for ``meta`` only makes a result."""
+        """Return a handler that runs C++'s kernel: that for ``meta`` would only make a result."""
         change = mock.patch.multiple
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
@@ -253,10 +253,10 @@ class Collectives:
             given = defaults | named(func, args, kwargs)
             group = ProcessGroup.unbox(given["process_group"])
             sent = Transfer.of(collective, group, given, self._operation)
-            tensors = [*sent.written, *sent.read]  # a barrier has none
+            tensors = [*sent.written, *sent.read]  # none for a barrier
             if tensors and all(self._of(tensor) is None for tensor in tensors):
                 result = func(*args, **kwargs)
-                # Between CPU tensors: every rank's values are taken to be these.
+                # Between CPU tensors: every rank's values are assumed to be these.
                 if sent.size == 1:
                     kept(sent)
                 if any(map(self._machine.storages.is_unknown_on_cpu, sent.read)):
@@ -317,7 +317,7 @@ class Collectives:
             write(sent)
         if write not in (unchanged, kept) and _is_users_own():
             self._machine.note(
-                f"a collective at {user_line()} takes what other ranks send for what this one does"
+                f"a collective at {user_line()} assumes that other ranks send what this one does"
             )
 
 

@@ -1,7 +1,7 @@
 """The exchange of results between processes that torchrun has started, one for each rank.
 
-Numbers and verdicts are exchanged, no tensors: each rank computes by itself, or by groups of its
-own. They use the store that torchrun serves at ``MASTER_ADDR:MASTER_PORT``; without one, rank 0
+Numbers and verdicts are exchanged, no tensors: each rank computes by itself, or in its own process
+groups. They use the store that torchrun serves at ``MASTER_ADDR:MASTER_PORT``; without one, rank 0
 serves it, as for ``init_process_group("nccl")``.
 
 Source: torch/distributed/rendezvous.py (``_env_rendezvous_handler``, ``_create_c10d_store``), torch
@@ -29,7 +29,7 @@ from pytest_gpumem.values.world import Address, World
 JOINING = timedelta(minutes=5)
 """The time that a rank may take to start."""
 WAITING = timedelta(minutes=30)
-"""The time that a rank may take for a value others wait for: torch's ``default_pg_timeout``."""
+"""The time that a rank may take until it sends a value: torch's ``default_pg_timeout``."""
 _CHECK_SECONDS = 1.0
 """Seconds between two checks whether a process still runs."""
 
@@ -39,7 +39,7 @@ class RankExchangeError(RuntimeError):
 
 
 class RankExchange:
-    """A rank's end of the exchange; all ranks call the same methods in the same order."""
+    """One rank's side of the exchange; all ranks call the same methods in the same order."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = PrefixStore("pytest-gpumem", store)
@@ -51,7 +51,7 @@ class RankExchange:
         self._store.set(f"member/{rank}", _packed([socket.gethostname(), *this_process()]))
 
     def gather(self, topic: str, value: Any) -> Sequence[Any]:
-        """Return every rank's value of ``topic`` on rank 0, by rank; on others only their own.
+        """Return every rank's value of ``topic`` on rank 0, by rank; elsewhere only the rank's own.
 
         ``value`` is JSON. Raises :class:`RankExchangeError`.
         """
@@ -61,7 +61,7 @@ class RankExchange:
         if self.rank:
             return [value]
         values = [self._received(f"{key}/{rank}", rank, topic) for rank in range(self.size)]
-        for rank in range(self.size):  # not read again, and a run has many
+        for rank in range(self.size):  # they are not read again, and a run has many
             self._store.delete_key(f"{key}/{rank}")
         return values
 
@@ -109,7 +109,7 @@ class RankExchange:
             if now - looked < _CHECK_SECONDS:
                 continue
             looked = now
-            # It may have written it between the two checks.
+            # The rank may have written it between the two checks.
             if self._is_gone(rank) and not self._store.check([key]):
                 raise RankExchangeError(f"rank {rank} ended before it sent {topic}")
             if self._member(rank) is None and now - began > JOINING.total_seconds():
@@ -131,7 +131,7 @@ class RankExchange:
     def _is_gone(self, rank: int) -> bool:
         member = self._member(rank)
         if member is None or member[0] != socket.gethostname():
-            return False  # it cannot be determined
+            return False  # processes of other hosts cannot be seen
         return not is_alive(member[1])
 
 

@@ -1,10 +1,10 @@
-"""An estimate of NCCL's memory outside of PyTorch's allocator, which is in no total.
+"""An estimate of NCCL's memory, which is outside PyTorch's allocator and counts in no total.
 
-For each channel and each peer that it is connected with in its machine, a rank has a buffer to
-receive by each protocol and a flag to be sent by, each in whole blocks of 2 MiB: 10 MiB and 2 MiB.
+For each channel and each peer in its machine, a rank has a buffer for each protocol to receive in,
+and a flag for sending, each in whole blocks of 2 MiB: 10 MiB and 2 MiB.
 These are the two sizes that NCCL's log of allocations shows on eight H100 (NVIDIA/nccl#1685). Where
-the receiver reads, as A100 do over NVLink, the same 12 MiB lie 6 and 6. By rings and chains of
-trees a rank is connected with two neighbours, by an all-to-all with all ranks of its machine.
+the receiver reads, as A100 do over NVLink, the same 12 MiB are 6 and 6. In rings and chains of
+trees a rank has two neighbours as peers, in an all-to-all every rank of its machine.
 
 The number of channels depends on GPUs and their links: those used are from logs of HGX H100, 16 for
 collectives (NVIDIA/nccl#1453) and 32 to each peer of an all-to-all (#1685). On four A100 the third
@@ -27,7 +27,7 @@ from pytest_gpumem.values.world import MOST_LOCAL
 
 _STEPS = 8
 _SIMPLE = 1 << 22
-"""DEFAULT_BUFFSIZE, what ``NCCL_BUFFSIZE`` sets."""
+"""DEFAULT_BUFFSIZE, which ``NCCL_BUFFSIZE`` changes."""
 _LL = 8 * 512 * _STEPS * 16
 """NCCL_LL_LINES_PER_THREAD * NCCL_LL_MAX_NTHREADS * NCCL_STEPS * sizeof(ncclLLFifoLine)."""
 _LL128 = 120 * 640 * _STEPS * 8

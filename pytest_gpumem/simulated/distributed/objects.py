@@ -1,9 +1,9 @@
-"""Python objects that ranks send each other: other ranks' objects are taken to equal this one's.
+"""Python objects that ranks send each other: those of other ranks are assumed to equal this one's.
 
 On a GPU they travel as bytes in small tensors, which are left out. Whole state dictionaries are
-derived from this rank's state: under FSDP a rank keeps the optimizer's state of those parameters of
-which it has a part, and receives descriptions of the others' states. Rank 0 announces the tensors
-of a state before it sends it. So are the messages of pipelines' stages and of checkpoints' plans.
+derived from this rank's state: under FSDP a rank keeps the optimizer's state of parameters that it
+has a part of, and receives descriptions of the other states. Rank 0 announces the tensors of a
+state before it sends it. Messages of pipelines' stages and of checkpoints' plans are derived, too.
 
 Source: torch/distributed/distributed_c10d.py (``all_gather_object`` and those that follow it),
 torch/distributed/fsdp/_optim_utils.py (``_map_param_key_to_optim_keys``,
@@ -55,17 +55,17 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 class _Objects:
-    """The functions of torch, with their own arguments, for ranks that are alike."""
+    """Replacements of torch's functions, with the same arguments, for ranks that are alike."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
         self._announced: Any = None
-        """The object that the root broadcasts now, if it is known."""
+        """The object that the root broadcasts now; ``None`` if it is not known."""
         self._map = _optim_utils._map_param_key_to_optim_keys
         self._gather = _optim_utils._allgather_state_info
         self._broadcast = _state_dict_utils._broadcast_state_dict
         self._like: Mapping[str, Any] = {}
-        """The state of some parameter."""
+        """The state of some parameter, from which those of other ranks are made."""
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         self._gather_object("all_gather_object", obj, object_list, group)
@@ -87,7 +87,7 @@ class _Objects:
             self._gather_object("gather_object", obj, object_gather_list, group)
 
     def broadcast_object_list(self, object_list: list[Any], *_: Any, **__: Any) -> None:
-        """Return what this rank would send, unless the root's object is set."""
+        """Receive what this rank would send, unless the root's object is known."""
         if self._announced is not None:
             object_list[0] = self._announced
             return
@@ -115,7 +115,7 @@ class _Objects:
         if dist.get_world_size() == 1:
             return  # there are no others
         self._machine.note(
-            f"{name} at {user_line()} takes what other ranks send for what this one does"
+            f"{name} at {user_line()} assumes that other ranks send what this one does"
         )
 
     def broadcast_state_dict(
@@ -142,7 +142,7 @@ class _Objects:
         fqn_to_fsdp_param_info: dict[str, Any],
         merge_keys: bool = False,
     ) -> tuple[list[Any], dict[Any, Any]]:
-        """``_map_param_key_to_optim_keys``."""
+        """Run ``_map_param_key_to_optim_keys``, and add the keys of other ranks' states."""
         given = param_key_to_param, param_to_fqns, fqn_to_fsdp_param_info
         every, own = self._map(optim_state_dict, group, *given, merge_keys=True)
         states = optim_state_dict["state"]
@@ -158,13 +158,13 @@ class _Objects:
         return sorted({*every, *elsewhere}), own
 
     def gathered(self, fsdp_state: Any, input_states: dict[str, Any]) -> Any:
-        """``_allgather_state_info``."""
+        """Run ``_allgather_state_info``, with some state for parameters that this rank lacks."""
         states = {name: state or self._like for name, state in input_states.items()}
         return self._gather(fsdp_state, states)
 
 
 def _announcement(value: Any) -> Any:
-    """Return rank 0's announcement of a value."""
+    """Return the description of a value that rank 0 sends before the value."""
     if not isinstance(value, torch.Tensor):
         return value
     return _state_dict_utils._TensorInfo(value.size(), value.dtype) if value.dim() else value.cpu()
@@ -180,10 +180,10 @@ def _refuse(name: str) -> NoReturn:
 def _add_pipelines(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace a pipeline stage's votes and metadata exchanges with other ranks.
 
-    Stages vote by exchanged numbers whether shapes are known. A stage's inputs have the shapes
-    given to it. Without them gradients are like their outputs, and inputs from a stage on another
-    rank are like the outputs that an earlier stage on this rank has sent; without such a stage
-    they are unknown, and an error is raised. Source: torch/distributed/pipelining/stage.py
+    Stages send each other numbers to vote whether shapes are known. A stage's inputs have the
+    shapes given to it. Without them gradients are like their outputs, and inputs from another rank
+    are like the outputs that an earlier stage on this rank has sent; without such a stage they are
+    unknown, and an error is raised. Source: torch/distributed/pipelining/stage.py
     (``_warmup_forward_vote``, ``_recv_meta``), torch 2.13.
     """
     if hasattr(stages.PipelineStage, "_warmup_forward_vote"):
@@ -218,7 +218,7 @@ def _add_shapes(machine: SimulatedMachine, patches: Patches) -> None:
         if sent is None:
             return receive(stage, src_stage)
         machine.note(
-            f"a pipeline's stage at {user_line()} takes what it receives for the shapes that an "
+            f"a pipeline's stage at {user_line()} is assumed to receive the shapes that an "
             "earlier stage of this rank sends"
         )
         return sent
@@ -228,10 +228,10 @@ def _add_shapes(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _add_checkpoints(machine: SimulatedMachine, patches: Patches) -> None:
-    """Make every rank the coordinator of the checkpoints that it has a part of.
+    """Make every rank the coordinator of a checkpoint, of which it knows its own part.
 
-    Ranks send their plans to a coordinator, which makes one plan of all; here it is made of this
-    rank's plan: the checkpoint holds its shards, and tensors that all ranks have. Source:
+    Ranks send their plans to a coordinator, which merges them; here there is only this rank's
+    plan: the checkpoint holds its shards, and tensors that all ranks have. Source:
     torch/distributed/checkpoint/utils.py (``_DistWrapper``), default_planner.py
     (``_validate_global_plan``), state_dict_saver.py, torch 2.6 to 2.15.
     """
@@ -249,7 +249,7 @@ def _add_checkpoints(machine: SimulatedMachine, patches: Patches) -> None:
         return [object]
 
     def validate_global_plan(validate: Any, global_plan: Any, metadata: Metadata) -> Any:
-        # Tensors with all parts on this rank: of others missing parts cannot be detected.
+        # Tensors with all parts on this rank: missing parts of others cannot be detected.
         known = {
             name: found
             for name, found in metadata.state_dict_metadata.items()
@@ -266,7 +266,7 @@ def _add_checkpoints(machine: SimulatedMachine, patches: Patches) -> None:
     pins = getattr(_state_dict_utils, "pin_memory_utils", None)
     if pins is not None:  # came with 2.10
         unpin = pins.unpin_memory
-        # Nothing outlives its simulation: finalizers run at any time, also in another one.
+        # No pinned memory outlives its simulation, but finalizers may run in a later one.
         patches.add(
             pins, "unpin_memory", lambda data_ptr: unpin(data_ptr) if machine.is_active else None
         )

@@ -1,16 +1,15 @@
-"""Process groups whose other ranks do not exist: torch's own fake ones, under the usual names.
+"""Process groups whose other ranks do not exist: torch's fake groups, under the usual names.
 
-``init_process_group("nccl")``, ``"gloo"`` and what is built on them find ``World.size`` ranks at
-once, whatever address or store they are given: no call waits.
+``init_process_group("nccl")``, ``"gloo"`` and code that uses them find ``World.size`` ranks at
+once, whatever address or store they get: no call waits.
 
 Source: torch/distributed/distributed_c10d.py (``init_process_group``,
 ``_new_process_group_helper``), torch 2.6 to 2.15; the fake group is FakeProcessGroup.hpp of
 torch/csrc/distributed/c10d.
 
-``torch.multiprocessing.spawn``: of the processes that it would start, only the rank's own runs.
-
-Its function runs in this process, with the index that it would have in that process, and leaves no
-process group behind. An error is raised as it is.
+``torch.multiprocessing.spawn`` runs its function in this process, for this rank only, with the
+rank's index. The process groups that the function has made are destroyed, and its errors are raised
+as they are.
 
 Source: torch/multiprocessing/spawn.py (``start_processes``), torch 2.6 to 2.13.
 """
@@ -46,7 +45,7 @@ from pytest_gpumem.values.errors import UnsupportedOperatorError
 from pytest_gpumem.values.world import NCCL_TIMEOUT, World
 
 _LOST = timedelta(seconds=1)
-"""The time that a read waits for a key that no other rank will write."""
+"""The time that a read waits for a key that no other rank writes."""
 _NCCL = (2, 27, 5)
 """``torch.cuda.nccl.version()`` of torch 2.8 to 2.10's wheels."""
 _NOTIFIED = (
@@ -93,7 +92,7 @@ def add_patches(world: World, patches: Patches) -> None:
 
 
 def plan_groups(patches: Patches) -> None:
-    """Make NCCL available, and every process group a fake one of the size that it is given."""
+    """Make NCCL available, and every process group a fake one of the requested size."""
     yes: Callable[..., bool] = lambda *_: True  # noqa: E731  # many names have it
     for owner in (dist, c10d):
         for name in ("is_nccl_available", "is_gloo_available"):
@@ -111,7 +110,7 @@ def plan_groups(patches: Patches) -> None:
     if not hasattr(FakeProcessGroup, "options"):  # as in 2.8
         patches.add(FakeProcessGroup, "options", property(lambda group: _Simulated.Options()))
     patches.add(FakeProcessGroup, "supports_coalescing", property(yes))
-    # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.
+    # Subgroups are fake, too: C++ would make them with options that are none of NCCL's.
     patches.add(FakeProcessGroup, "supports_splitting", property(lambda group: False))
     # DDP's logger warns of an unknown device, and reads the number of threads of Gloo's group,
     # which a fake one lacks (logger.cpp, set_construction_data_and_log).
@@ -129,7 +128,7 @@ def split_group(
     group_desc: str | None = None,
     backend: Any = None,
 ) -> Any:
-    """Return a part of a group; meshes use it where ``init_process_group`` has a ``device_id``."""
+    """Return the part of a group with this rank; meshes call this if there is a ``device_id``."""
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
     parents = dist.get_process_group_ranks(parent_pg)
@@ -152,7 +151,7 @@ def initializing(
     store: Callable[[], Any],
     known: Callable[[Any], Any] = lambda backend: backend,
 ) -> Callable[..., Any]:
-    """Return ``init`` for a rank that is alone: by a ``store`` that needs no other."""
+    """Return ``init`` for a rank without peers: with a ``store`` that waits for none."""
 
     @functools.wraps(init)
     def init_process_group(
@@ -187,7 +186,7 @@ _SETTINGS = ("_world", "_group_count", "_default_pg_init_method")
 
 
 class RankProcessGroups:
-    """The groups of a rank, for as long as this object lives; they can be entered repeatedly.
+    """The process groups of one rank, kept by this object; they can be entered repeatedly.
 
     Enter :meth:`taken` while a simulation of ``world`` is active.
     """
@@ -222,7 +221,7 @@ class RankProcessGroups:
 
 
 class Groups:
-    """Torch's record of process groups, at first of none; it can be entered repeatedly."""
+    """Torch's record of process groups, empty at first; it can be entered repeatedly."""
 
     def __init__(self) -> None:
         self.tables: Mapping[str, dict[Any, Any]] = {name: {} for name in _TABLES}
@@ -230,7 +229,7 @@ class Groups:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Have these groups inside, and what is added to them; restore the process's afterwards."""
+        """Use these groups inside, and keep what is added; restore the process's afterwards."""
         hook, outer = sys.excepthook, Groups()
         outer._read()
         self._replace(outer)
@@ -275,7 +274,7 @@ def environment_of(world: World) -> Iterator[None]:
 
 
 def forget_meshes() -> None:
-    """Drop DTensor's caches of meshes: an equal mesh has groups of its own."""
+    """Drop DTensor's caches of meshes: an equal mesh may have other groups."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return

@@ -1,8 +1,8 @@
-"""The replacements in ``torch.distributed``: of one rank of several, or of an unknown number.
+"""The replacements in ``torch.distributed``, for one rank of a known or an unknown number.
 
-Where the number of ranks is not given, calls that need other ranks are refused. A script for
-torchrun is run as the only rank where there is one GPU. torch has found out how many ranks there
-are when it makes the default group, and that group is a fake one then.
+If the number of ranks is not given, calls that need other ranks are refused. A script for torchrun
+runs as the only rank if there is one GPU: when torch makes the default group, it knows the number
+of ranks, and that group is a fake one.
 
 Source: torch/distributed/distributed_c10d.py (``init_process_group``,
 ``_new_process_group_helper``), torch 2.6 to 2.15.
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 _OF_GPUS = ("none", "undefined", "nccl")
-"""Names in backends that connect GPUs: an empty backend selects each device's own."""
+"""Names in backends that connect GPUs: without a name, each device has its own backend."""
 _FOLLOWED = (*_OF_GPUS, "gloo")
-"""Backends of which a group of one rank is a fake one; all others are torch's own."""
+"""Backends whose groups of one rank are replaced by fake ones; the rest are torch's own."""
 
 
 def add_patches(
@@ -75,7 +75,7 @@ def add_patches(
 
 
 def _add_refusals(single_rank: SingleRank, patches: Patches) -> None:
-    """Refuse process groups of several GPUs, but in a ``single_rank``; meshes make one, too."""
+    """Refuse process groups of several GPUs, also those of meshes, unless in ``single_rank``."""
     if not torch.distributed.is_available():
         return
     c10d, name = torch.distributed.distributed_c10d, "_new_process_group_helper"
@@ -89,7 +89,7 @@ def _add_refusals(single_rank: SingleRank, patches: Patches) -> None:
 
     for owner in (torch.distributed, c10d, torch.distributed.device_mesh):
         patches.add(owner, "init_process_group", init_process_group)
-    # Builds without NCCL have none, and warn of it before they make the group.
+    # Builds without NCCL lack it, and warn of that before they make the group.
     patches.add(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
     patches.wrap(c10d, name, partial(_group, single_rank))
 
@@ -119,7 +119,7 @@ def _group(
     single_rank: SingleRank, make: Callable[..., Any], group_size: int, group_rank: Any, ranks: Any,
     backend: Any, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Make a group from final arguments; NCCL would end the process."""
+    """Make a group from final arguments, or refuse it: NCCL would end the process."""
     if not single_rank.has_begun:
         if group_size == 1 and not ranks and _names_any(backend, _FOLLOWED):
             single_rank.begin()

@@ -1,9 +1,9 @@
-"""Sharded models: ``fully_shard``'s own operators are decomposed as CUDA runs them.
+"""Sharded models: ``fully_shard``'s own operators run as the parts that CUDA runs.
 
 To a dispatch mode they are operators of a library, whose shape-only kernels would hide the memory
-of the copies inside. Allocations have the names of their purposes, and DTensor works equal
-shardings out once. The ``ShardedTensor`` of FSDP's state dictionaries is on the device of its
-shards; one that queries the shards of every rank is refused.
+of the copies inside. Allocations are named by their purpose, and DTensor propagates equal
+shardings once. The ``ShardedTensor`` of FSDP's state dictionaries is on the device of its
+shards; a call that asks for the shards of every rank is refused.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.15;
 torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py (``tensor_device``) and
@@ -42,19 +42,19 @@ _COMPARING = (
     *("torch.distributed.fsdp.", "torch.distributed._state_dict_utils"),
     "torch.distributed.checkpoint.",
 )
-"""Modules that use an address to tell memory from none, and from other memory."""
+"""Modules that compare addresses, to tell memory from none, and from other memory."""
 _KERNELS: dict[str, str] = {
     "all_gather_copy_in": "all_gather_copy_in_cuda",
     "split_with_sizes_copy": "split_with_sizes_copy",
     "chunk_cat": "chunk_cat",
 }
-"""By operator: its kernel for CUDA, a function of Python."""
+"""By operator: its kernel for CUDA, a Python function."""
 
 
 def bind(execution: ShapeExecution) -> None:
     """Make ``execution`` run the kernels for CUDA, and each operator in them separately."""
 
-    def in_view(kernel: Callable[..., Any]) -> Handler:
+    def handler_of(kernel: Callable[..., Any]) -> Handler:
         def handle(args: Args, kwargs: Kwargs) -> Any:
             with execution:
                 return kernel(*args, **kwargs)
@@ -63,17 +63,17 @@ def bind(execution: ShapeExecution) -> None:
 
     for operator, name in _KERNELS.items():
         kernel = getattr(torch.ops.fsdp, operator).default
-        execution.bind(kernel, in_view(getattr(collectives, name)))
-    # Since 2.15, written in C++: of gradients of one type, as most are, ``_chunk_cat``.
+        execution.bind(kernel, handler_of(getattr(collectives, name)))
+    # In C++ since 2.15; for gradients of one type, which is usual, it is ``_chunk_cat``.
     mixed = getattr(torch.ops.fsdp, "chunk_cat_mixed_dtype", None)
     if mixed is not None:
-        execution.bind(mixed.default, in_view(_concatenated))
+        execution.bind(mixed.default, handler_of(_concatenated))
 
 
 def _concatenated(
     tensors: list[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor
 ) -> None:
-    """Do as its kernel for CUDA: events seen on the dry device, for each mix of types."""
+    """Allocate as the CUDA kernel does: events seen on the dry device, for each mix of types."""
     types = {tensor.dtype for tensor in tensors}
     if types == {torch.bfloat16, torch.float32} and out.dtype == torch.float32:
         numbers = numbers_of(tensors, dim, num_chunks, out.element_size())
@@ -84,14 +84,14 @@ def _concatenated(
 
 
 def add_patches(patches: Patches) -> None:
-    """Give these modules comparable host addresses, where values of the memory are unknown."""
+    """Give comparable addresses to those modules where the values of host memory are unknown."""
     _add_purposes(patches)
     patches.wrap(ShardingPropagator, "propagate_op_sharding_non_cached", _once_for_equal)
     for owner in (torch.UntypedStorage, torch.Tensor):
         planned = [
             value for each, name, value in patches.added if each is owner and name == "data_ptr"
         ]
-        # A world that begins later has patches of its own, and finds the others applied.
+        # A world that begins later has its own patches, and finds the earlier ones applied.
         shown = planned[-1] if planned else owner.data_ptr
         patches.add(owner, "data_ptr", _compared(shown))
     patches.add(ShardedTensor, "device", property(_device))
@@ -123,7 +123,7 @@ def _compared(shown: Callable[..., int]) -> Callable[..., int]:
             if not str(sys._getframe(1).f_globals.get("__name__")).startswith(_COMPARING):
                 raise
             storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
-            return int(storage._cdata)  # as good a name for it as its address
+            return int(storage._cdata)  # identifies it as well as its address
 
     return data_ptr
 
@@ -145,7 +145,7 @@ _PURPOSES: tuple[tuple[Any, str, str, str], ...] = (
 
 
 def _add_purposes(patches: Patches) -> None:
-    """Attach its purpose to every allocation in these functions: operators are ``torch.empty``.
+    """Set the purpose of allocations in these functions, whose operator is ``torch.empty``.
 
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _flat_param.py and
     _runtime_utils.py of torch/distributed/fsdp, torch/nn/parallel/distributed.py, 2.6 to 2.13.
@@ -167,10 +167,10 @@ _OF_LISTS = "aten::_foreach_"
 
 
 def _once_for_equal(propagate: Callable[..., Any], propagator: Any, schema: OpSchema) -> Any:
-    """Work out the sharding of a list's elements once for equal ones.
+    """Propagate the sharding of equal elements of lists only once.
 
-    An optimizer's ``_foreach_`` operators take lists of all parameters. torch works the sharding
-    of each out by itself, in a time that grows with the square of their number; layers are alike.
+    An optimizer's ``_foreach_`` operators take lists of all parameters. torch propagates each one's
+    sharding separately, in a time that grows with the square of their number; layers are alike.
     Source: torch/distributed/tensor/_sharding_prop.py (``propagate_op_sharding_non_cached``, the
     branch of ``TupleStrategy``), torch 2.13.
     """
@@ -199,7 +199,7 @@ def _is_list(value: object) -> bool:
 
 
 def _with(schema: OpSchema, length: int, positions: Sequence[int]) -> OpSchema:
-    """Return the call with the elements at ``positions`` of its lists of this ``length``."""
+    """Return the call with only the elements at ``positions`` in its lists of this ``length``."""
     args = tuple(
         _chosen(arg, positions) if _is_list(arg) and len(arg) == length else arg  # type: ignore[arg-type]  # a list
         for arg in schema.args_schema

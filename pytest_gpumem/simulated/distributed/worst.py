@@ -1,8 +1,8 @@
-"""The search for the rank that takes most, by running few of them; imports no torch.
+"""The search for the rank with the highest peak, by running few of them; imports no torch.
 
-A rank that allocates the same as another takes the same memory. So the first and the last one run;
-where they differ, one between them does, and so on, until neighbours that have run are alike or
-next to each other: ranks between two that are alike are taken to be like them.
+Ranks with the same allocations have the same peak. So the first and the last one run; if they
+differ, one between them runs, and so on, until ranks that have run are alike or next to each
+other: ranks between two that are alike are assumed to be like them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ MOST_RUNS = 16
 
 
 def worst_of(peaks: Mapping[int, int]) -> int:
-    """Return the rank that takes most, by its peak in bytes; of several the first."""
+    """Return the rank with the highest peak, in bytes; of several the first."""
     return max(peaks, key=lambda rank: (peaks[rank], -rank))
 
 
 def imbalance(peaks: Mapping[int, int]) -> str:
-    """Return a sentence on how evenly ranks take memory; their peaks are in bytes.
+    """Return a sentence on how evenly memory is spread over ranks; their peaks are in bytes.
 
     The excess of the largest over the mean is called percent imbalance (Pearce et
     al., Quantifying the Effectiveness of Load Balance Algorithms, ICS 2012).
@@ -48,7 +48,7 @@ class RankPeak(NamedTuple):
 
 
 class Worst:
-    """The ranks of ``size`` that have run, and the next one."""
+    """The ranks of ``size`` that have run, and the rank to run next."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -61,7 +61,7 @@ class Worst:
         self._taken[self.rank] = taken
 
     def next(self) -> int | None:
-        """Return the rank to run next; ``None`` where the present one is the worst."""
+        """Return the rank to run next; ``None`` if the present one has the highest peak."""
         rank = self.unknown()
         if rank is None and self.rank != self.found:
             return self.found
@@ -88,7 +88,7 @@ class Worst:
 
     @property
     def found(self) -> int:
-        """The rank that takes most of those that have run."""
+        """The rank with the highest peak of those that have run."""
         return worst_of({rank: taken.peak_allocated for rank, taken in self._taken.items()})
 
     def _candidates(self) -> Iterator[int]:

@@ -1,9 +1,9 @@
-"""Operators that compute or make tensors: kernels for ``meta``, and CUDA's allocations beside.
+"""Handlers of operators that compute or make tensors: kernels for ``meta``, CUDA's allocations.
 
-Factories make tensors on the device in their options, and copies to such a device.
+Factories, and copies to another device, make tensors on the device in their options.
 
-Operators of lists are run on one element of each kind: equal elements have equal results. An
-optimizer hands all its parameters to one operator. For ``meta`` torch takes the slow route of
+``_foreach_`` operators run on one element of each kind: equal elements have equal results. An
+optimizer passes all its parameters to one operator. For ``meta`` torch takes the slow path of
 aten/src/ATen/native/ForeachOpsKernels.cpp, one element after the other, most of them by kernels in
 Python; a model of many equal layers has few kinds of parameters.
 """
@@ -43,7 +43,7 @@ def may_resize(func: Any) -> bool:
 
 
 def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool) -> Handler:
-    """Return a handler of ``func`` that also allocates as ``rule`` describes beside the outputs."""
+    """Return a handler that runs ``func`` and allocates the temporaries that ``rule`` describes."""
     machine = runner.machine
     adopt = runner.track
     shapes = runner.shapes
@@ -202,9 +202,9 @@ def factory(runner: Runner, func: Any) -> Handler:
                 return runner.run_elsewhere(func, args, kwargs)
             where = raw.CPU if owner == HOST else None
         elif target.type == "meta":
-            # None where a CUDA tensor's own options have it.
-            here = machine.thread_state
-            where = here.destination or (raw.META if here.on_meta else None)
+            # None where C++ has copied meta from the options of a CUDA tensor.
+            thread = machine.thread_state
+            where = thread.destination or (raw.META if thread.on_meta else None)
         else:
             where = target
         if where is not None and where.type not in ("cpu", "cuda"):
@@ -223,7 +223,7 @@ def factory(runner: Runner, func: Any) -> Handler:
                 return runner.run_elsewhere(func, args, kwargs)
             record = runner.storages.of(args[0]) if copies else None
             if record is not None and record.nbytes:
-                machine.kernel_wrote()  # a node of a capture
+                machine.kernel_wrote()  # adds a node to a capture
                 transfers.stage_move(record.device, args[0], kwargs)
             moved = runner.values.on_host(operator, args, {**kwargs, "device": raw.CPU})
             if moved is None:
@@ -266,14 +266,14 @@ def factory(runner: Runner, func: Any) -> Handler:
 def scalar(runner: Runner, func: Any) -> Handler:
     """Return a handler that makes a tensor of a number, as C++ does for arguments, too."""
     make = factory(runner, func)
-    machine, here = runner.machine, runner.machine.thread_state
+    machine, thread = runner.machine, runner.machine.thread_state
     operator = Operator.of(func)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         target = kwargs.get("device")
-        # C++ makes a number where one of its tensors is, scalar_tensor(0., grad.options()): on the
-        # GPU, or on meta where there are such tensors, which the next operator shows.
-        is_unsure = here.sets_items or machine.has_real_meta
+        # C++ makes it by the options of a tensor, scalar_tensor(0., grad.options()): it is on
+        # the GPU, or on meta if the user has such tensors, which the next operator shows.
+        is_unsure = thread.sets_items or machine.has_real_meta
         if target is not None and target.type == "meta" and is_unsure:
             # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
             # (torch/csrc/autograd/python_variable_indexing.cpp, THPVariable_setitem).

@@ -1,10 +1,10 @@
-"""Operators that are built from others, taken apart in view of the mode; those of libraries.
+"""Composite operators, run as the operators that they consist of; operators of libraries.
 
-Some of these have a description. An operator of ``torch.library.triton_op`` needs none: it is built
-from operators of torch's and kernels of Triton's, each of which is seen for itself. The same holds
-for those that xformers writes in Python around other kernels, and for an operator of
-``torch.library.custom_op`` if it takes a device, no tensor shows on which one it runs, or values
-decide its shapes.
+A library's operator may have a description. One of ``torch.library.triton_op`` needs none: it
+consists of torch's operators and Triton kernels, each of which the mode sees. The same holds for
+those that xformers writes in Python around other kernels, and for one of
+``torch.library.custom_op`` that has a device among its arguments, or no tensor, or whose shapes
+depend on values.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ torch/nn/attention/varlen.py, since 2.10)."""
 
 
 def in_parts(runner: Runner, func: Any) -> Handler | None:
-    """Return a handler of the parts of ``func``, if it is Python or from ``triton_op``.
+    """Return a handler that runs the operators in ``func``, if it is Python or from ``triton_op``.
 
-    Its shape-only implementation is the same function, whose temporaries would go unseen
+    Its shape-only implementation is the same function, but the mode does not see its temporaries
     (torch/_library/triton.py, torch 2.6 to 2.15).
     """
     definition = OPDEFS.get(func._schema.name)
@@ -62,7 +62,7 @@ def in_parts(runner: Runner, func: Any) -> Handler | None:
 
 
 def _on_device(runner: Runner, definition: Any) -> Handler:
-    """Return a handler of an operator that takes a device, with all that its code makes there."""
+    """Return a handler that runs the code of a custom operator whose tensors show no device."""
     kernel, shapes = _kernel(definition), definition._abstract_fn
     parts = of_parts(runner, kernel)
     shapes_only = parts if shapes is None else of_parts(runner, shapes)
@@ -84,9 +84,9 @@ def _kernel(definition: Any) -> Any:
 
 
 def _complete(func: Any, shapes_only: Handler) -> Handler:
-    """Return a handler that gives a shape-only implementation its defaults, as kernels get them.
+    """Return a handler that passes ``shapes_only`` the defaults of ``func``, as kernels get them.
 
-    On its way through C++ a call of a Python function loses the last arguments that are defaults
+    C++ drops the last arguments from a call of a Python function if they equal their defaults
     (parseIValuesToPyArgsKwargs in torch/csrc/autograd/python_variable.cpp).
     """
     kernel = registrations.find(func._schema.name).fake_impl.kernel
@@ -115,7 +115,7 @@ _SIZED_BY_VALUES = "data-dependent shape"
 def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
     """Return a handler of ``func`` that runs its own code where shapes depend on values.
 
-    C++ code cannot be seen: it is computed on the CPU where the values are known.
+    C++ code shows no operators: it is computed on the CPU where the values are known.
     """
     definition = OPDEFS.get(func._schema.name)
 
@@ -164,9 +164,9 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
 
 
 def is_sized_by_values(func: Any) -> bool:
-    """Return whether values decide how large the results of ``func`` are, which it makes itself.
+    """Return whether values decide the sizes of results that ``func`` makes itself.
 
-    Not of ``linalg_lstsq``, which CUDA runs by a method whose results have a shape of their own.
+    False for ``linalg_lstsq``: with CUDA's method they depend on no values.
     """
     rule = tables.rule_of(func)
     is_shaped = rule is not None and rule.shapes is not None
@@ -219,7 +219,7 @@ _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_disp
 
 def is_composite(func: Any) -> bool:
     """Return whether torch builds ``func`` from other operators on every device."""
-    # Some have a kernel of their own besides, on CUDA and on meta alike: silu_backward.
+    # Some also have a kernel for CUDA and for meta: silu_backward.
     return func.has_kernel_for_dispatch_key(_COMPOSITE) and not _has_kernel(func.name(), "Meta")
 
 
@@ -243,7 +243,7 @@ def is_written_in_parts(func: Any) -> bool:
 
 
 def written_in_parts(runner: Runner, func: Any) -> Handler:
-    """Return a handler that runs what ``func`` calls."""
+    """Return a handler that runs the operators that ``func`` calls."""
     return of_parts(runner, partial(func._op_dk, _WRITTEN_IN_PARTS))
 
 
@@ -257,31 +257,31 @@ def composite(runner: Runner, func: Any) -> Handler:
 
 def _on_gpu(runner: Runner, func: Any, implementation: Callable[..., Any]) -> Handler:
     """Return a handler that runs ``implementation`` on a GPU, and ``func`` itself elsewhere."""
-    parts = of_parts(runner, _named(func, on_machine(implementation, func, runner.machine)))
+    parts = of_parts(runner, _attributed(func, on_machine(implementation, func, runner.machine)))
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if runner.device_kind_of(args, kwargs) != CUDA:
             return elsewhere(args, kwargs)
-        if running.composite is None:  # it is no part of another one
+        if running.composite is None:  # no other composite calls it
             runner.check_placement(func, args, kwargs)
         return parts(args, kwargs)
 
     return handle
 
 
-def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``implementation`` with what its parts allocate as of ``func``."""
+def _attributed(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``implementation`` so that allocations of its operators count as those of ``func``."""
 
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def attributed(*args: Any, **kwargs: Any) -> Any:
         with having(running, "composite", running.composite or func):
             return implementation(*args, **kwargs)
 
-    return named
+    return attributed
 
 
-def in_view(runner: Runner, func: Any) -> Handler:
-    """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
+def composite_below_autograd(runner: Runner, func: Any) -> Handler:
+    """Return a handler of an operator that is whole to autograd and a composite on CUDA."""
     return whole(runner, func, _on_gpu(runner, func, tables.BELOW_AUTOGRAD[str(func)]))
 
 
@@ -298,7 +298,7 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
         return of_parts(
             runner, lambda operator, *args, rng_state, **kwargs: operator(*args, **kwargs)
         )
-    # It runs this where nothing compiles it; random operators of DTensor have one only for CUDA.
+    # torch runs this in eager code; random operators of DTensor have one only for CUDA.
     keys = torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CUDA
     eagerly = next((func.py_kernels[key] for key in keys if key in func.py_kernels), None)
     if eagerly is not None:
@@ -308,10 +308,10 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
 
 
 def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:
-    """Return a handler that runs ``implementation``, and each operator in it for itself."""
+    """Return a handler that runs ``implementation``, and sees each operator in it."""
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        # Under inference_mode composite operators arrive whole: take them apart in view.
+        # Under inference_mode composites arrive whole: the mode has to see their operators.
         with runner.mode:
             return implementation(*args, **kwargs)
 
@@ -325,7 +325,7 @@ def placement_noting(runner: Runner, handler: Handler) -> Handler:
 
 
 def whole(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """Return a handler that keeps shapes of ``handler``'s parts and computes values of ``func``."""
+    """Return a handler that allocates as ``handler`` does and computes values by ``func``."""
     operator = Operator.of(func)
     values = runner.values
 

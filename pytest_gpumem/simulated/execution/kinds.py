@@ -1,6 +1,6 @@
-"""The kinds of operator, and which of them an operator is.
+"""The kinds of operators: pairs of a predicate and a function that makes the handler.
 
-``is_pinned`` and ``pin_memory``, of tensors that hold memory and of those that hold others.
+``is_pinned`` and ``pin_memory``, of plain tensors and of subclasses that hold tensors.
 
 Source: aten/src/ATen/native/Memory.cpp (is_pinned, pin_memory): a subclass that handles operators
 itself gets ``aten::is_pinned`` and ``aten::_pin_memory``.
@@ -66,7 +66,7 @@ def views(runner: Runner, func: Any) -> Handler:
 
     def viewed(args: Args, kwargs: Kwargs) -> Any:
         if machine.has_real_meta:
-            runner.device_kind_of(args, kwargs)  # numbers that C++ makes next are of the same
+            runner.device_kind_of(args, kwargs)  # scalars that C++ makes next are of this kind
         return run(func, args, kwargs)
 
     parts = sparse.TRANSPOSES.get(str(func))
@@ -97,7 +97,7 @@ def quantize(runner: Runner, func: Any) -> Handler:
 _READS = frozenset(
     {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
 )
-"""Operators that yield a number of Python."""
+"""Operators that return a Python number."""
 
 
 def read(runner: Runner, func: Any) -> Handler:
@@ -210,7 +210,7 @@ def copy(runner: Runner, func: Any) -> Handler:
     def handle(args: Args, kwargs: Kwargs) -> Any:
         target, source = args[0], args[1]
         if not isinstance(source, torch.Tensor):
-            # A number is a tensor of the host here too: it was taken out of it on the way.
+            # C++ took the number out of a tensor of the host: it is one here, too.
             source = torch.tensor(source)
             args = (target, source, *args[2:])
         if runner.storages.of(target) is None and runner.is_users_own(target):
@@ -241,9 +241,9 @@ def copy(runner: Runner, func: Any) -> Handler:
 def _stage(
     runner: Runner, target: torch.Tensor, source: torch.Tensor, args: Any, kwargs: Kwargs
 ) -> None:
-    """Allocate the memory that ``copy_`` between host and GPU takes for the time of the call."""
+    """Allocate the memory that ``copy_`` between host and GPU needs during the call."""
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-    runner.machine.kernel_wrote()  # a node of a capture
+    runner.machine.kernel_wrote()  # adds a node to a capture
     to, of = runner.storages.of(target), runner.storages.of(source)
     if to is not None and of is None:
         transfers.stage_upload(to.device, target, source, non_blocking)
@@ -268,7 +268,7 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
     ),
     (custom.is_composite, custom.composite),
     (custom.is_written_in_parts, custom.written_in_parts),
-    (lambda func: str(func) in tables.BELOW_AUTOGRAD, custom.in_view),
+    (lambda func: str(func) in tables.BELOW_AUTOGRAD, custom.composite_below_autograd),
     # Inductor's primitive between separate parts of a graph is made of ``Tensor.to``
     # (torch/_prims/__init__.py, 2.6 to 2.15).
     (
@@ -306,12 +306,12 @@ SPECIAL: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any, Handler], Han
 
 def handler_of(runner: Runner, func: Any) -> Handler:
     """Return the handler of the operator ``func``."""
-    for takes, make in KINDS:
-        if takes(func):
+    for applies, make in KINDS:
+        if applies(func):
             return make(runner, func)
     resizes = may_resize(func)
     handler = computing.of_rule(runner, func, tables.rule_of(func), resizes=resizes)
-    for takes, wrap in SPECIAL:
-        if takes(func):
+    for applies, wrap in SPECIAL:
+        if applies(func):
             handler = wrap(runner, func, handler)
     return handler

@@ -1,8 +1,7 @@
 """Shape-only execution: CUDA tensors are served by ``meta`` tensors whose storages hold blocks.
 
-Results of CUDA graphs whose memory a later run has used again: reading them raises an error.
-
-On a GPU an operator that asks such a tensor for its storage, or the storage for its address,
+Reading the result of a CUDA graph whose memory a later run has used again raises an error. On a GPU
+an operator that asks such a tensor for its storage, or the storage for its address,
 raises the error that compiled code has set before. Here operators that only view are refused, too.
 
 Source: c10/core/TensorImpl.h (release_storage_and_set_meta_custom_data_ptr_error_msg_),
@@ -47,7 +46,7 @@ _DISABLED = torch._C._disabled_torch_dispatch_impl
 
 
 class ShapeExecution(TorchDispatchMode, Dispatch):
-    """Runs every operator on ``meta`` and gives each new storage a block on the simulated GPU.
+    """The mode that runs every operator on ``meta`` and gives each new storage a block.
 
     It takes the place of a fake mode (``_mode_key``): factory calls with ``device="cuda"`` then
     reach it without initialising CUDA, and dispatch modes of the user's own stay above it.
@@ -66,7 +65,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Modes of the user's own run before this one."""
+        """Return true: modes of the user's own run before this one."""
         return True
 
     @classmethod
@@ -91,8 +90,8 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
             self.users.add(self._owner_thread)
         try:
             running.operator = func
-            if self._storages.taken_back:
-                refuse(self._storages, func, args, kwargs)
+            if self._storages.reused:
+                refuse_reused(self._storages, func, args, kwargs)
             handler = self._handlers.get(func)
             if handler is None:
                 handler = self._handlers[func] = self._bind(func)
@@ -157,10 +156,10 @@ SMALLEST = 1 << 16
 
 
 def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) -> Handler:
-    """Wrap a random operator: in a capture it may need memory for its state, behind its results.
+    """Wrap a random operator: in a capture it may allocate a generator's state, after its results.
 
-    Fused attention asks for its state first. On the CPU it may be left out, if ``machine`` leaves
-    large tensors unfilled.
+    Fused attention does so first. On the CPU, large tensors may stay unfilled, if ``machine``
+    leaves them so.
     """
     unfilled = _UNFILLED.get(func)
     draws = _draws(func)
@@ -189,7 +188,7 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
 
 
 def _draws(func: Any) -> Callable[[Args, Kwargs], bool]:
-    """Return a function: whether a call draws numbers; fused attention only to drop something.
+    """Return a predicate: whether a call draws numbers, as fused attention does only for dropout.
 
     Source: native/transformers/cuda/attention.cu (_efficient_attention_forward) and
     flash_attn/flash_api.cpp (mha_fwd), ``if (p_dropout > 0.0)``; cuDNN's always does.
@@ -224,14 +223,14 @@ _UNFILLED: dict[Any, Callable[[Args, Kwargs], torch.Tensor | None]] = {
     torch.ops.aten.rand.default: _factory,
     torch.ops.aten.randn.default: _factory,
 }
-"""Functions that return an uninitialised tensor, or ``None`` for one that is to be filled."""
+"""Functions that return an uninitialised tensor, or ``None`` for one that must be filled."""
 
 
-def refuse(storages: Storages, func: Any, args: Args, kwargs: Any) -> None:
-    """Raise where ``func`` reads memory that has been taken back."""
+def refuse_reused(storages: Storages, func: Any, args: Args, kwargs: Any) -> None:
+    """Raise an error if ``func`` reads memory that a CUDA graph has used again."""
     if _reads(func):
         for tensor in raw.tensors_in((args, kwargs or {})):
-            storages.refuse_taken_back(storage_key(tensor))
+            storages.refuse_reused(storage_key(tensor))
 
 
 @cache

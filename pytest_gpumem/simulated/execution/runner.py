@@ -1,9 +1,9 @@
-"""The running of operators of any kind: on ``meta``, on the host, or as without a simulation.
+"""Execution of operators of any kind: on ``meta``, on the host, or as without a simulation.
 
 CPU tensors of unknown values are copies from a simulated GPU, and results computed from them. To
 torch they are CPU tensors like all others, so autograd, views and errors are those of the CPU; only
-:class:`~pytest_gpumem.simulated.machine.storages.Storages` tells them apart. Nothing is computed of
-them: their operators run on ``meta``, and memory of large ones is allocated but never touched, so
+:class:`~pytest_gpumem.simulated.machine.storages.Storages` tells them apart. They compute nothing:
+their operators run on ``meta``, and memory of large ones is allocated but never touched, so
 that a model of any size can be moved to the host.
 """
 
@@ -41,15 +41,15 @@ DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outpu
 _OF_LISTS = frozenset({torch.int64, torch.bool, torch.uint8})
 """Types of the tensors that C++ makes of lists of indices."""
 _SEVERAL = (tuple, list, GeneratorType)
-"""Types of an operator's results, and of a rule that allocates between them."""
+"""Types of several results: of an operator, and of a rule that allocates between them."""
 _SIGNS_OF_NO_SHAPES = ("no fake impl", "not linked with support for cuda", "INTERNAL ASSERT")
 
 
 class Runner:
-    """Runs the operators of one machine, for the handlers of every kind.
+    """Ways to run the operators of one machine, for the handlers of every kind.
 
-    ``execution`` is the :class:`Dispatch` that has them, and the context in which the parts of an
-    operator are seen one by one.
+    ``execution`` is the :class:`Dispatch` with these handlers, and the context in which it sees the
+    parts of an operator one by one.
     """
 
     def __init__(self, machine: SimulatedMachine, execution: Any) -> None:
@@ -68,7 +68,7 @@ class Runner:
         except (NotImplementedError, RuntimeError) as error:
             is_ours = unknown or kwargs.get("device") == raw.META
             if not is_ours and self.machine.has_real_meta:
-                # Other tensors than those that stand for memory of a GPU have errors of their own.
+                # Meta tensors of the user's own have torch's errors.
                 is_ours = self.device_kind_of(args, kwargs) is not None
             elif not is_ours:
                 is_ours = any(map(raw.is_meta, raw.tensors_in((args, kwargs))))
@@ -95,7 +95,7 @@ class Runner:
         return self.run(func, *self.concealed(args, kwargs))
 
     def run_elsewhere(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator that no CUDA tensor has part in, with torch's own errors."""
+        """Run an operator without CUDA tensors, with torch's own errors."""
         self._dispatch.inside = True
         try:
             result = func(*args, **kwargs)
@@ -117,7 +117,7 @@ class Runner:
         return result
 
     def _run_by_shapes(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator of which some CPU tensors are unknown: so is what it makes or writes."""
+        """Run an operator on CPU tensors, some unknown: what it makes or writes is unknown, too."""
         func = operator.func
         if any(isinstance(value, torch.UntypedStorage) for value in args):
             return func(*args, **kwargs)  # set_ to a storage, whatever that holds
@@ -148,7 +148,7 @@ class Runner:
     def mark_unknown(self, func: Any, target: torch.Tensor) -> None:
         """Mark the values of a CPU tensor as unknown from now on.
 
-        Its memory may be read out of sight, through numpy: it is filled with NaN where possible.
+        numpy can read its memory unnoticed, so that is filled with NaN; other types are refused.
         """
         if self.storages.is_unknown_on_cpu(target):
             return
@@ -175,7 +175,7 @@ class Runner:
         def place_of(tensor: torch.Tensor) -> str:
             place = self.device_name(tensor)
             if place == "meta" and indexes and tensor.dtype in _OF_LISTS:
-                # Of x[:, [0, 1]] C++ makes a tensor out of sight.
+                # From x[:, [0, 1]] C++ makes a tensor that the mode does not see.
                 is_users = storage_key(tensor) in self.storages.users_own
                 return place if is_users else checks.HOST_SCALAR
             return place
@@ -200,7 +200,7 @@ class Runner:
                 self.track(item, device)
 
     def device_kind_of(self, args: Args, kwargs: Kwargs) -> str | None:
-        """Return the owner of the memory that the tensors among the arguments stand for."""
+        """Return whose memory the tensor arguments stand for: ``CUDA``, ``HOST``, or ``None``."""
         owner = None
         is_number = False
         machine = self.machine
@@ -270,7 +270,7 @@ def no_shapes(runner: Runner, func: Any, args: Args, kwargs: Kwargs) -> Unsuppor
 class _OnMeta:
     """``meta`` tensors in the place of CPU tensors.
 
-    A single known number stays one, beside which CUDA tensors may stand too.
+    A single known number stays on the CPU, because it may be used with CUDA tensors, too.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class UnknownError(Exception):
 
 
 _everywhere: dict[Any, _Known] = {}
-"""Results of torch's own operators on any machine, by the machines' common property."""
+"""Results of torch's own operators, by the property that makes machines alike."""
 
 
 class Shapes:
@@ -66,7 +66,7 @@ class Shapes:
     def __init__(
         self, storages: Storages, place: Callable[[torch.Tensor], str], alike: Hashable = None
     ) -> None:
-        self._here: _Known = {}
+        self._of_machine: _Known = {}
         self._everywhere = _everywhere.setdefault(alike, {})
         self._kinds: dict[Any, tuple[bool, Callable[[Any], Any], _Known]] = {}
         """By operator: whether it writes, how its arguments are described, the known results."""
@@ -81,11 +81,11 @@ class Shapes:
         """
         kind = self._kinds.get(func)
         if kind is None:
-            known = self._everywhere if _is_alike(func) else self._here
+            known = self._everywhere if _is_alike(func) else self._of_machine
             kind = self._kinds[func] = (
                 func._schema.is_mutable,
-                # Element by element: of numbers, which an optimizer has new ones of in each step,
-                # only the type counts.
+                # Of a number in a list only the type counts: an optimizer has new ones in each
+                # step.
                 self._describe_by_class if is_of_lists(func) else self._describe,
                 known,
             )
@@ -150,9 +150,9 @@ class Shapes:
 
 
 def _is_alike(func: Any) -> bool:
-    """Return whether ``func`` has the same results on alike machines, without descriptions.
+    """Return whether machines that are alike can share the results of ``func``.
 
-    Descriptions of lists, of hundreds of tensors each, go with their machine.
+    Keys of ``_foreach_`` operators, of hundreds of tensors each, are dropped with their machine.
     """
     if func.namespace not in TORCHS_OWN or is_of_lists(func):
         return False

@@ -1,4 +1,4 @@
-"""The catalogue of GPU models that can be simulated, and their parts; imports nothing heavy.
+"""The catalogue of GPU models that can be simulated, and of MIG's parts; imports no torch.
 
 Instances of MIG are the parts into which it divides a GPU. Sources: "NVIDIA Multi-Instance GPU User
 Guide", "Supported MIG Profiles" (parts of the L2 cache, which are those of the memory slices, and
@@ -143,7 +143,7 @@ MOST_GPUS = 120
 
 @dataclass(frozen=True)
 class Machine(Plain):
-    """Equal GPUs in one machine, written ``"A100-80GB*2"``; one of them needs no ``*1``."""
+    """One or several equal GPUs in a machine, written ``"A100-80GB*2"`` or ``"A100-80GB"``."""
 
     model: GpuModel
     count: int
@@ -155,14 +155,14 @@ class Machine(Plain):
 
     @property
     def per_machine(self) -> int | None:
-        """The number of GPUs in each of several machines; ``None`` where none was written."""
+        """The number of GPUs in each of several machines; ``None`` if the user wrote none."""
         return self.count if self.count > 1 else None
 
 
 def find_machine(name: str | GpuModel | Machine) -> Machine:
-    """Return the machine ``"A100-80GB*2"`` or ``"T4"`` names; a model of one's own is kept.
+    """Return the machine that ``"A100-80GB*2"`` or ``"T4"`` names; of a model, a machine with one.
 
-    Raises :class:`GpuError` for a model or a number that there is not.
+    Raises :class:`GpuError` for an unknown model or an impossible number.
     """
     if isinstance(name, Machine):
         return name
@@ -182,7 +182,7 @@ def find_machine(name: str | GpuModel | Machine) -> Machine:
     if number.isascii() and number.isdecimal() and 1 <= int(number) <= MOST_GPUS:
         return Machine(find_gpu(model), int(number))
     raise GpuError(
-        f"{quoted(name)} does not say how many GPUs; write a number from 1 to {MOST_GPUS} behind "
+        f"{quoted(name)} does not say how many GPUs; write a number from 1 to {MOST_GPUS} after "
         f'the star, as in "{printable(model.strip(), 40) or "A100-80GB"}*2"'
     )
 

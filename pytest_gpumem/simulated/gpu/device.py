@@ -77,9 +77,9 @@ class GpuState:
                 f"{name}={quoted(self.alloc_conf)} cannot be used: {str(error).rstrip('.')}; "
                 "write it as torch reads it, or unset it"
             ) from error
-        self._own = self.workspaces_in(memory)
-        self.beside: Callable[[], Workspaces | None] | None = None
-        """Returns the workspaces of a thread that has a memory beside the GPU's own."""
+        self._own_workspaces = self.workspaces_in(memory)
+        self.leftover_workspaces: Callable[[], Workspaces | None] | None = None
+        """Returns the workspaces of the calling thread if an earlier test has left it running."""
         self.shared: SharedDevice | None = None
         """Memory that other processes allocate from too; ``None`` for a device of one process."""
         self._collector: Collector | None = None
@@ -97,7 +97,7 @@ class GpuState:
     @property
     def workspaces(self) -> Workspaces:
         """The libraries' workspaces of the calling thread."""
-        return (self.beside and self.beside()) or self._own
+        return (self.leftover_workspaces and self.leftover_workspaces()) or self._own_workspaces
 
     @property
     def allocator(self) -> Memory:
@@ -131,7 +131,7 @@ class GpuState:
         memory.reset_peak_stats()
         memory.collector = self._collector
         memory.observers = self.allocator.observers
-        self._own.memory = memory
+        self._own_workspaces.memory = memory
         self.estimates = Estimates(memory)
         self.calls_without_workspace.clear()
         self.dropout_state = 0
@@ -155,7 +155,7 @@ class GpuState:
             memory.free(before)
 
     def workspaces_in(self, memory: Memory) -> Workspaces:
-        """Return workspaces that are taken from ``memory``; at first it has none."""
+        """Return the libraries' workspaces, none of them allocated yet, for use with ``memory``."""
         return Workspaces(
             memory,
             self.version,
@@ -182,12 +182,12 @@ class GpuState:
 
     @property
     def estimated(self) -> int:
-        """Bytes of the highest peak allocated whose number only a closed library determines."""
+        """Bytes of the highest peak allocated that are estimated: a closed library decides."""
         return self.estimates.in_peak
 
 
 def parse_version(text: str | None) -> Version:
-    """``"2.6"`` or ``"2.11.0+cu130"`` -> ``(2, 6)``; ``None`` is the torch that runs."""
+    """Return ``(2, 6)`` for ``"2.6"`` or ``"2.6.0+cu124"``; ``None`` is the torch that runs."""
     found = re.match(
         r"([0-9]{1,4})\.([0-9]{1,4})", torch.__version__ if text is None else str(text)
     )

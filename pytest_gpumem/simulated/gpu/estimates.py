@@ -1,4 +1,4 @@
-"""Bytes whose number only a closed library determines: how many of them the numbers contain."""
+"""Estimates, where only a closed library determines a size, and their share of the peak."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pytest_gpumem.sizes import format_size
 
 
 class Estimates:
-    """Follows the blocks of one device that were sized by an estimate.
+    """The estimated blocks of one device.
 
-    Between two blocks of ``memory`` being taken or given back the estimated bytes do not change: if
-    the peak rose between them, that many of its bytes are estimated.
+    Their bytes change only when such a block is allocated or freed: a peak that is reached between
+    two of these events contains as many as were live then.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -35,7 +35,7 @@ class Estimates:
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Leave peaks inside out of the count."""
+        """Ignore peaks that are reached inside."""
         self._follow_peak()
         known = (self._highest, self._in_peak, self._largest, self._latest, self._at_peak)
         try:
@@ -60,7 +60,7 @@ class Estimates:
         self.live -= nbytes
 
     def hold(self, tensor: torch.Tensor, nbytes: int, what: str) -> None:
-        """``tensor``'s storage has a block of ``nbytes``, which it gives back when it dies."""
+        """Count the block of ``tensor``'s storage, of ``nbytes``, until the storage dies."""
         weakref.finalize(tensor.untyped_storage(), self.freed, nbytes).atexit = False
         self.taken(nbytes, what)
 
@@ -80,7 +80,7 @@ class Estimates:
     def _follow_peak(self) -> None:
         peak = self._memory.peak_allocated
         if peak != self._seen:
-            self._seen = peak  # Lower than before: it was reset.
+            self._seen = peak  # may be lower: peaks were reset
             if peak > self._highest:
                 self._highest, self._in_peak, self._at_peak = peak, self.live, self._latest
 

@@ -1,4 +1,4 @@
-"""The caching allocator of one GPU, as Python code meets it."""
+"""The caching allocator of one GPU, with Python's stacks, exceptions and garbage collection."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from pytest_gpumem.simulated.common.callsite import RELEASED, Provenance, proven
 class Memory(Allocator):
     """The caching allocator, with stacks, and torch's own exception when the GPU is full.
 
-    Python's garbage collector may run wherever an object is made, here too, and the storages that
-    it finds give back their blocks at once. In C++ it cannot come in between: memory freed while
-    an operation is under way waits for its end.
+    Python's garbage collector may run in the middle of an operation of this class and free blocks
+    of the storages that it finds. In C++ that cannot happen, so such a free waits until the
+    operation has ended.
     """
 
     history = True
     """Whether allocations remember where in the code they were made."""
     collector: Collector | None = None
-    """Called when there are many blocks more; ``None`` where CPython itself collects."""
+    """Called when the number of blocks has grown much; ``None`` where CPython itself collects."""
     growth = 0
-    """Blocks made since then less those freed, but never below zero, as CPython counts."""
+    """Blocks made since the last call less those freed, never below zero, as CPython counts."""
 
     _recording: Recording | None = None
     """The latest arguments of ``_record_memory_history``."""
-    _collects_frees = False
-    """Whether frees remember theirs, too: ``_record_memory_history(context="all")``."""
+    _records_frees = False
+    """Whether frees record their stacks, too: ``_record_memory_history(context="all")``."""
 
     def __init__(self, total_memory: int, **options: Any) -> None:
         self._busy = False
         self.observers: list[Callable[[int, int, int, int], object]] = []
-        """Called with device, bytes of the segment, allowed and free bytes, when memory is out."""
-        self._freed_meanwhile: deque[tuple[int, Any]] = deque()
+        """Called with device, bytes of the segment, allowed and free bytes when memory runs out."""
+        self._delayed_frees: deque[tuple[int, Any]] = deque()
         super().__init__(total_memory, **options)
 
     def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
@@ -67,34 +67,34 @@ class Memory(Allocator):
             raise torch.OutOfMemoryError(str(error)) from None
         finally:
             self._busy = False
-            if self._freed_meanwhile:
-                self._free_late()
-        if has_grown and self.collector is not None:  # behind it, as the dry device does
+            if self._delayed_frees:
+                self._run_delayed_frees()
+        if has_grown and self.collector is not None:  # after the allocation, as on the dry device
             self.growth = 0
             self.collector.grown()
         return address
 
     def free(self, address: int, context: Any = None) -> None:
-        """Give a block back, after the operation that is under way."""
+        """Free a block, once the operation that is under way has ended."""
         if self.growth:
             self.growth -= 1
-        if context is None and self._collects_frees:
-            context = self._context_of_now()
+        if context is None and self._records_frees:
+            context = self._context_of_free()
         if self._busy:
-            self._freed_meanwhile.append((address, context))
+            self._delayed_frees.append((address, context))
             return
         self._busy = True
         try:
             Allocator.free(self, address, context)
         finally:
             self._busy = False
-            if self._freed_meanwhile:
-                self._free_late()
+            if self._delayed_frees:
+                self._run_delayed_frees()
 
     def empty_cache(self, pool: PoolId = SHARED_POOL, context: Any = None) -> None:
         """Return every segment without a live block to the device."""
-        if context is None and self._collects_frees:
-            context = self._context_of_now()
+        if context is None and self._records_frees:
+            context = self._context_of_free()
         with self._undisturbed():
             super().empty_cache(pool, context)
 
@@ -102,9 +102,9 @@ class Memory(Allocator):
         """Start or stop recording, as ``torch.cuda.memory._record_memory_history`` does."""
         self.trace.record(recording, clear=clear)
         self._recording = recording
-        self._collects_frees = recording.on and recording.contexts is Contexts.ALL
+        self._records_frees = recording.on and recording.contexts is Contexts.ALL
 
-    def _context_of_now(self) -> Provenance:
+    def _context_of_free(self) -> Provenance:
         context = provenance()
         context.operator = RELEASED
         if self._recording is not None:
@@ -133,10 +133,10 @@ class Memory(Allocator):
             yield
         finally:
             self._busy = False
-            self._free_late()
+            self._run_delayed_frees()
 
-    def _free_late(self) -> None:
-        freed = self._freed_meanwhile
+    def _run_delayed_frees(self) -> None:
+        freed = self._delayed_frees
         self._busy = True
         try:
             while freed:

@@ -1,7 +1,7 @@
 """A simulated GPU's facts that differ between releases of PyTorch, each with its source.
 
-A fact is the first release that has it. Those of the allocator stand in ``allocator/releases.py``,
-and those of one operator with its rule.
+A constant is the first release with that behaviour. Those of the allocator stand in
+``allocator/releases.py``, and those of one operator with its rule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LT_MAY_SHARE: Final[Version] = (2, 8)
 LT_SHARES: Final[Version] = (2, 12)
 """Lt shares by default, and takes its handle without cuBLAS's workspace."""
 UNSET_IS_UNIFIED: Final[Version] = (2, 11)
-"""Only this release takes the unset variable for on where it limits the size."""
+"""Only this release treats the unset variable as 1 where it limits the size."""
 WORKSPACE_PER_OPERATION: Final[Version] = (2, 15)
 """Every operation takes a workspace and returns it, unless ``TORCH_CUBLAS_WORKSPACE_CACHE``."""
 
@@ -64,5 +64,5 @@ torch/csrc/distributed/c10d/nccl2/ProcessGroupNCCL.hpp)."""
 
 
 def cudnn_of(version: Version) -> int:
-    """Return the version of cuDNN that this release of torch comes with."""
+    """Return the version of cuDNN that is released with this version of torch."""
     return next(number for since, number in _CUDNN if version >= since)

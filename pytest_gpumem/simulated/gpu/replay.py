@@ -1,4 +1,4 @@
-"""``replay()``: recorded allocations through the allocator of a GPU that the catalogue has."""
+"""``replay()``: recorded allocations, run through the allocator of a GPU of the catalogue."""
 
 from __future__ import annotations
 

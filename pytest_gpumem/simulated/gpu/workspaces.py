@@ -16,8 +16,8 @@ torch    CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE TORCH_CUBLASLT_UNIFIED_
                                                          TORCH_CUBLAS_WORKSPACE_CACHE=1 alone
 ======== ======================= ======================= =========================================
 
-Settings that torch reads at the first use are static: once for a process. Here it is once for a
-test, and once for a ``simulate``: a test does not depend on settings of earlier ones.
+Settings that torch reads at the first use are static: once for a process. The simulation reads
+them once for a test and once for a ``simulate``, so a test does not depend on earlier ones.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Workspaces:
     config: str | None
     """CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment where torch does."""
     in_autograd_thread: Callable[[], bool]
-    """On a GPU the engine runs backward on a thread of its own, which has its own handle."""
+    """Whether the caller is the engine's thread, which has its own handle on a GPU."""
     _kept: dict[tuple[object, int, str], tuple[int, int]] = field(default_factory=dict)
     """(handle, stream, library) -> (address, bytes)."""
 
@@ -73,7 +73,7 @@ class Workspaces:
         self.settings = WorkspaceSettings(self.version, self.capability, self.config)
 
     def handle(self, stream: int = 0) -> None:
-        """Get the handle, which keeps a workspace, unless operations have their own."""
+        """Get the handle, which keeps a workspace, unless each operation takes one."""
         if not self.settings.per_operation:
             self._keep("cublas", stream)
 
@@ -138,7 +138,7 @@ class Workspaces:
             self._free(kept[0])
 
     def _take(self, size: int, stream: int) -> int:
-        """Allocate a workspace; nothing, and address 0, for none."""
+        """Allocate a workspace of ``size`` bytes; return its address, 0 if ``size`` is 0."""
         if not size:
             return 0
         context = provenance()
@@ -228,7 +228,7 @@ class WorkspaceSettings:
         size = self.chosen.get("cublaslt")
         if size is None:
             size = self._read("cublaslt", read, once=once)
-        # 2.11 takes the unset variable for on here.
+        # 2.11 treats the unset variable as 1 here.
         is_unset = "TORCH_CUBLASLT_UNIFIED_WORKSPACE" not in os.environ
         is_bounded = (self._version == UNSET_IS_UNIFIED and is_unset) or self.unified
         return min(size, self.cublas_bytes) if is_bounded else size
@@ -255,7 +255,7 @@ class WorkspaceSettings:
         return workspace_bytes(config, self._version, self._capability)
 
     def _flag(self, name: str) -> bool | None:
-        """``c10::utils::check_env``: only 0 and 1 count."""
+        """Return the value of a variable as ``c10::utils::check_env`` does: only 0 and 1 count."""
         flags = {"0": False, "1": True}
         return self._read(name, lambda: flags.get(os.environ.get(name, "")), once=True)
 

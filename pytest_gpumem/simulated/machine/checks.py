@@ -1,8 +1,8 @@
 """Arguments that CUDA's kernels refuse and meta kernels accept: devices and types that differ.
 
 Operators compare the devices of their tensors, in the order of their arguments
-(ATen/core/adaption.cpp, common_device_check_failure), and many let a number on the host stand
-beside CUDA tensors (ATen/TensorIterator.cpp, compute_types; torch 2.6 to 2.15): here all do.
+(ATen/core/adaption.cpp, common_device_check_failure), and many accept a scalar of the host beside
+CUDA tensors (ATen/TensorIterator.cpp, compute_types; torch 2.6 to 2.15): here all do.
 Meta kernels that compare no devices (``mm``, ``gather``) return uninitialised memory for a tensor
 on ``meta`` beside CUDA tensors: that is refused here, too.
 
@@ -29,7 +29,7 @@ NO_DATA = "Cannot copy out of meta tensor; no data!"
 """Source: aten/src/ATen/native/Copy.cpp (copy_impl), torch 2.6 to 2.15; a NotImplementedError."""
 
 HOST_SCALAR = "number"
-"""The place of a number that C++ made a tensor of: it may stand anywhere."""
+"""The device of a tensor that C++ made of a number, which may be used with any device."""
 
 INDEXING = frozenset(
     f"aten::{name}"
@@ -37,7 +37,7 @@ INDEXING = frozenset(
         "index _unsafe_index index_put index_put_ _index_put_impl_ _unsafe_index_put"
     ).split()
 )
-"""Operators that take indices, among which masks may be."""
+"""Operators that accept indices, masks among them."""
 _ANYWHERE = (
     "aten::_foreach_copy",
     "aten::_pack_padded_sequence",
@@ -46,9 +46,8 @@ _ANYWHERE = (
     "aten::convolution",
     "aten::_efficient_attention_backward",
 )
-"""Operators whose tensors have devices of their own (lengths or seeds on the host, lists of several
-GPUs),
-and convolutions, which compare them themselves (operators/convolution.py)."""
+"""Operators whose tensors may be on several devices (lengths or seeds on the host, lists of several
+GPUs), and convolutions, which compare them themselves (operators/convolution.py)."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def two_devices(one: str, other: str) -> str:
 
 
 def indices_elsewhere(target: str) -> str:
-    """TensorAdvancedIndexing.cpp (make_info), torch 2.6 to 2.15."""
+    """Return the error of make_info (TensorAdvancedIndexing.cpp), torch 2.6 to 2.15."""
     return f"indices should be either on cpu or on the same device as the indexed tensor ({target})"
 
 
@@ -125,11 +124,11 @@ _SAME = {
     "native_layer_norm": "input weight bias",
     "native_group_norm": "input weight bias",
 }
-"""By operator: arguments that are of one type, unless ``out_dtype`` says which types there are."""
+"""By operator: arguments whose types have to be equal, unless ``out_dtype`` is given."""
 
 
 def refuse_types(func: Any, tensors: Sequence[Placed], others: Iterable[Any]) -> None:
-    """Raise an error for types that differ, unless an ``out_dtype`` among ``others`` gives them."""
+    """Raise an error for types that differ, unless there is an ``out_dtype`` among ``others``."""
     name = func._schema.name.removeprefix("aten::")
     compared = _SAME.get(name, "").split()
     types = {each.name: each.tensor.dtype for each in tensors if each.name in compared}
@@ -144,10 +143,10 @@ _CASTS = ("can't be cast", "with a bool tensor")
 
 
 def refuse_cast(func: Any, args: Args, kwargs: Kwargs) -> None:
-    """Raise torch's error where ``func`` writes a type that the tensor it writes to cannot take.
+    """Raise torch's error where the result of ``func`` cannot be cast to the type of its target.
 
-    Meta kernels in Python accept it (``mul_``) or have other words. CPU kernels ask the same
-    TensorIterator (ATen/TensorIterator.cpp, compute_types): one runs on an element of each tensor.
+    Meta kernels in Python accept it (``mul_``) or word the error differently. CPU kernels use the
+    same TensorIterator (ATen/TensorIterator.cpp, compute_types): one runs on an element of each.
     """
     if torch.Tag.pointwise not in func.tags or not func._schema.is_mutable:
         return
@@ -158,7 +157,7 @@ def refuse_cast(func: Any, args: Args, kwargs: Kwargs) -> None:
     def single(tensor: torch.Tensor) -> torch.Tensor:
         if raw.is_meta(tensor):
             return raw.empty((1,) * tensor.dim(), dtype=tensor.dtype, device=raw.CPU).fill_(1)
-        return tensor.clone() if tensor.dim() else tensor  # a number's tensor knows that it is one
+        return tensor.clone() if tensor.dim() else tensor  # a clone is no wrapped number
 
     args, kwargs = tree_map_only(torch.Tensor, single, (args, dict(kwargs)))
     for each in func._schema.arguments:
@@ -183,7 +182,7 @@ _UNKNOWN = (
 
 
 def refuse_in_child(storages: Storages, args: Args, kwargs: Kwargs, target: Any) -> None:
-    """Raise torch's error for an operator of a GPU in a forked process, which has none.
+    """Raise torch's error for an operator on a GPU in a forked process, which cannot use CUDA.
 
     The driver's state does not survive a fork. ``target`` is where ``Tensor.to`` moves a tensor.
     """

@@ -1,4 +1,4 @@
-"""The table of operators' handlers, as far as the machine and the layers above need it."""
+"""The table of operators' handlers, and the lock that they run under."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Dispatch:
 
     @property
     def in_child(self) -> bool:
-        """Whether this is a worker, forked off the process that simulates; a test may be, too."""
+        """Whether this is a ``multiprocessing`` worker, and not a test that runs forked."""
         return self._was_forked and multiprocessing.parent_process() is not None
 
     @property
@@ -61,16 +61,16 @@ class ThreadState(threading.local):
     current_index = 0
     """The current device, as ``cudaGetDevice`` returns it."""
     destination: torch.device | None = None
-    """The device that the running call named in Python, where torch gets ``meta``.
+    """The device that the Python call under way requests, where torch gets ``meta`` instead.
 
-    Without it ``meta`` comes from C++, which repeats the device that a tensor reports.
+    If it is ``None``, a request of ``meta`` comes from C++, and repeats a tensor's device.
     """
     on_meta = False
     """Whether the last operator was on meta tensors of the user's own."""
     sets_items = False
     """Whether the thread runs ``x[i] = ...``, whose numbers stay on the host."""
     reads_item = False
-    """Whether the thread runs ``item()`` of Python, whose result can show that it is unknown."""
+    """Whether the thread runs ``item()`` of Python, which can return a placeholder."""
     joined = False
     """Whether the thread has entered the simulation."""
     pool: Any = None

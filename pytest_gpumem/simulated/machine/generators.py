@@ -15,14 +15,14 @@ from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 
 _by_address: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The CUDA generators, by the address of their stand-in in C++."""
+"""The CUDA generators, by the address of their C++ object."""
 
 
 def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
-    """``torch.Generator``, whose CUDA generators have states as long as a GPU's.
+    """Return ``torch.Generator``, whose CUDA generators have states as long as a GPU's.
 
     Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp (get_state, set_state): 16 bytes, seed and
-    offset, of which a state from elsewhere may lack the offset; a multiple of 4.
+    offset, a multiple of 4; a state from elsewhere may have only the seed.
     """
     states: list[torch.Tensor] = []
     offsets: dict[bytes, int] = {}
@@ -39,7 +39,7 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
         _cuda_device: torch.device
         _source: torch.Generator
         was_seeded = True
-        """Whether it has been since it was last asked (``reset_rnn_state``)."""
+        """Whether it was seeded since the dropout state was allocated (``reset_rnn_state``)."""
 
         def __new__(cls, device: Any = None) -> Any:
             target = torch.device("cuda", device) if isinstance(device, int) else device
@@ -135,7 +135,7 @@ def shared_state(generator: torch.Generator) -> torch.Generator:
 
 
 def drawn_from(generator: torch.Generator) -> torch.Generator:
-    """Return the CPU's generator behind ``generator``: two that share a state have the same."""
+    """Return the CPU generator that draws for ``generator``: generators with one state share it."""
     # Operators are handed another object for the same generator of C++.
     made = _by_address.get(generator._cdata)  # type: ignore[attr-defined]  # missing in the stub
     return generator if made is None else made._source
@@ -179,7 +179,7 @@ class RandomState:
     of a graph without random operators; ``get_capture_state(id, create_if_not_found)`` in those of
     2.14.1 and 2.15.0, where registering is left to the operator (#176753).
 
-    This class is the first line of the table; the captures hold the memory of the others.
+    This class implements the first row of the table; later, each capture holds its own memory.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class RandomState:
         self._shared[state][0].add(id(graph))
 
     def unregister(self, graph: object) -> None:
-        """``unregister_graph``: the graph is gone."""
+        """Run ``unregister_graph``: the graph has died."""
         for state, (graphs, memory, addresses) in list(self._shared.items()):
             graphs.discard(id(graph))
             if not graphs:
@@ -203,16 +203,16 @@ class RandomState:
 
 
 def state_of(generator: torch.Generator | None, gpu: GpuState) -> object:
-    """Return the state of a generator, by default of the GPU's own: generators can share one."""
+    """Return the state of ``generator``, or of the GPU's default one: generators can share one."""
     return drawn_from(torch.cuda.default_generators[gpu.index] if generator is None else generator)
 
 
 def state_tensors(gpu: GpuState, stream: int) -> list[int]:
-    """Allocate both; return their addresses."""
+    """Allocate seed and offset; return their addresses."""
     return [gpu.allocator.malloc(RNG_BYTES, stream) for _ in range(2)]
 
 
 def free_all(memory: Memory, addresses: list[int]) -> None:
-    """Free ``addresses``, the last first; the list is empty then."""
+    """Free ``addresses``, the last first, and empty the list."""
     while addresses:
         memory.free(addresses.pop())

@@ -30,12 +30,12 @@ _EMPTY = (
 
 
 class Graph:
-    """The C++ class of ``torch.cuda.CUDAGraph``, of a simulated GPU; a replay takes no memory."""
+    """The C++ class of ``torch.cuda.CUDAGraph`` on a simulated GPU; a replay allocates nothing."""
 
     _machine: ClassVar[SimulatedMachine]
 
     def __new__(cls, *args: object, **options: object) -> Graph:
-        """Return a graph; torch's Python class gives its arguments to this, too."""
+        """Return a graph; torch's Python class passes its arguments here, too."""
         return super().__new__(cls)
 
     def __init__(self, keep_graph: bool = False) -> None:
@@ -95,7 +95,7 @@ class Graph:
         Graph.capture_end_post(self)
 
     def capture_end_post(self) -> None:
-        """Give up what was captured unless it is kept; memory stays with the graph."""
+        """Destroy the captured graph unless it is kept; its memory stays."""
         self._is_final = True
 
     def capture_end_pre(self) -> None:
@@ -125,7 +125,7 @@ class Graph:
         self._has_graph_exec = True
 
     def replay(self) -> None:
-        """Compute the values of the captured work, or mark them as unknown; nothing is taken."""
+        """Compute the values of the captured work, or mark them as unknown; allocate nothing."""
         if self._captured is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -138,7 +138,7 @@ class Graph:
                     self._captured.memory.record_stream(address, gpu.stream)
 
     def reset(self) -> None:
-        """Give the graph up: its memory can be released once no tensor needs it."""
+        """Release the graph's pool: its memory can be freed once no tensor needs it."""
         captured, self._captured = self._captured, None
         self._has_graph_exec = False
         if self._memory is not None:
@@ -187,7 +187,7 @@ class Graph:
             self._register(gpu, state_of(generator, gpu))
 
     def enable_debug_mode(self) -> None:
-        """Do nothing: ``debug_dump`` needs nothing here."""
+        """Do nothing: ``debug_dump`` is refused."""
 
     debug_dump, raw_cuda_graph, raw_cuda_graph_exec, get_graph_data = (
         refusing(f"torch.cuda.CUDAGraph.{name}", "needs the driver's graph, which is not simulated")
@@ -203,7 +203,7 @@ class Graph:
     )
 
     def use_random_operator(self, gpu: GpuState, generator: torch.Generator | None) -> None:
-        """Note a captured random operator: since 2.14 it allocates a state of the capture's own."""
+        """Allocate the capture's own state at its first random operator, since 2.14."""
         if gpu.version >= LAZY_RNG and (state := state_of(generator, gpu)) not in self._random:
             self._random[state] = state_tensors(gpu, 0)
 

@@ -36,7 +36,7 @@ from pytest_gpumem.simulated.machine.streams import (
     OF_LEAVES,
     Capture,
     Streams,
-    nodes_behind,
+    reachable_nodes,
     roots_of,
 )
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed, is_printing
@@ -84,7 +84,7 @@ class GPU(GpuState):
     def logging(self) -> Iterator[SetupLog]:
         """Log allocations inside, so that :meth:`repeat` can repeat them.
 
-        Events that an inner log records are left to that one.
+        Events in a nested log belong to that log only.
         """
         log = SetupLog()
         trace = self.allocator.trace
@@ -108,15 +108,15 @@ class GPU(GpuState):
             }
 
     def renew(self) -> None:
-        """Continue with an empty allocator.
+        """Replace the allocator by an empty one.
 
-        Live blocks stay behind and count no more, but for those that :meth:`repeat` moves over.
+        Live blocks stay in the old one, which no longer counts, unless :meth:`repeat` moves them.
         So a test's state does not depend on earlier tests, down to the last address.
         """
         self.use_memory(self.forget())
 
     def repeat(self, log: SetupLog) -> RepeatedSetUp:
-        """Repeat the events of ``log``; allocated storages that still live move over."""
+        """Repeat the events of ``log`` in the present allocator; move storages that still live."""
         memory = self.allocator
         allocated, reserved = memory.allocated, memory.reserved
         peak_allocated, peak_reserved = allocated, reserved
@@ -154,7 +154,7 @@ class GPU(GpuState):
 
 
 class RepeatedSetUp(NamedTuple):
-    """Bytes that a repeated set-up left behind, and how far it went above its start."""
+    """Bytes that a repeated set-up left allocated and reserved, and its peaks, above its start."""
 
     allocated: int
     reserved: int
@@ -164,11 +164,11 @@ class RepeatedSetUp(NamedTuple):
 
 @dataclass(eq=False)
 class SetupLog:
-    """Allocator events of a device during a setup, and the storages that were left."""
+    """Allocator events of a device during a setup, and the storages that lived at its end."""
 
     events: list[TraceEntry] = field(default_factory=list)
     records: dict[int, SimulatedStorage] = field(default_factory=dict)
-    """By address: the storages that were left in the end."""
+    """By address: the storages that lived at its end."""
     position: int = 0
 
 
@@ -188,9 +188,9 @@ class SimulatedMachine(Notes):
         self.runs_again = False
         """Whether a program that fails by an unknown value runs again, with values."""
         self.leaves_unfilled = False
-        """Whether large random tensors on the CPU stay as the system gave them."""
+        """Whether large random tensors on the CPU stay uninitialised."""
         self.placement = Placement(self.storages, self.gpus) if len(self.gpus) > 1 else None
-        """The GPU that an operator runs on; ``None`` where there is only one."""
+        """Finder of the GPU that an operator runs on; ``None`` where there is only one."""
         self.streams = Streams(self.gpus[0].timeline)
         self.numbering = Numbering()
         self.user_pools, self.graph_pools = count(1), count(1)
@@ -240,11 +240,11 @@ class SimulatedMachine(Notes):
         return having(self.thread_state, "destination", destination)
 
     def placeholder_value(self, tensor: torch.Tensor) -> PlaceholderFloat | int | None:
-        """Return the result of reading an unknown number: 0, or ``None`` where none may be made up.
+        """Return the placeholder for a read of an unknown number: 0, or ``None`` to refuse it.
 
-        It may not where every value is computed. Integers may in ``item()``, not in C++, which
-        reads sizes; and only where the program runs again with values if it fails by one. An
-        integer that torch reads for a seed is drawn.
+        Where every value is computed, all reads are refused. An integer has a placeholder only in
+        ``item()``, because C++ reads sizes, and only if a program that fails by it runs again with
+        values. An integer that torch reads as a seed is drawn.
 
         Raises :class:`UnknownValueError` where one line reads such numbers without end.
         """
@@ -331,17 +331,17 @@ class Numbering:
     def begin(self) -> None:
         """Begin a test: neither thread has made a node."""
         self._starts = [0]
-        """By pass: how many nodes the program's thread had made before."""
+        """By backward pass: how many nodes the program's thread had made before."""
         self._shifts = [_next()]
         """For each backward pass: difference between the sequence number that a node of the main
         thread gets here and the one it would get on a GPU."""
         self._on_gpu = 0
 
     def ended(self, began: int) -> Callable[[int], int]:
-        """Count the nodes that a backward pass has made since number ``began``.
+        """Count the nodes that a backward pass has made since ``began``; return their numbering.
 
-        Returns their numbers as if they had been made by the GPU's thread, as this thread
-        counts: on a GPU both threads have a node of the same number, and so have they here.
+        It maps a node's number to that of a node made by the GPU's thread, in this thread's
+        count: on a GPU nodes of the two threads can have the same number, and here, too.
         """
         before, made = self._on_gpu, _next() - began
         self._on_gpu += made
@@ -356,9 +356,9 @@ class Numbering:
 
 
 def renumber(results: Iterable[Any], began: int, number: Callable[[int], int]) -> None:
-    """Give the nodes behind ``results`` that were made since ``began`` their ``number``."""
+    """Renumber by ``number`` the nodes that lead to ``results`` and were made since ``began``."""
     # A node that is older than the pass leads to older ones only.
-    for node in list(nodes_behind(roots_of(results), lambda node: node._sequence_nr() >= began)):
+    for node in list(reachable_nodes(roots_of(results), lambda node: node._sequence_nr() >= began)):
         own = node._sequence_nr()
         if own != OF_LEAVES:
             node._set_sequence_nr(number(own))
@@ -366,5 +366,5 @@ def renumber(results: Iterable[Any], began: int, number: Callable[[int], int]) -
 
 def leaves_of(outputs: Iterable[Any]) -> list[Any]:
     """Return the leaves that the graph of ``outputs`` leads to."""
-    found = [getattr(node, "variable", None) for node in nodes_behind(roots_of(outputs))]
+    found = [getattr(node, "variable", None) for node in reachable_nodes(roots_of(outputs))]
     return [leaf for leaf in found if leaf is not None]

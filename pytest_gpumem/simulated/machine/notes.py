@@ -9,7 +9,7 @@ from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_NOTES = 20
 MOST_READS = 10_000
-"""Neutral values that one line may read."""
+"""Placeholders that one line may read."""
 
 
 class Notes:
@@ -23,7 +23,7 @@ class Notes:
         """Whether a condition on unknown values was answered by an assumption."""
 
     def note(self, sentence: str, *, always: bool = False) -> None:
-        """Remember a sentence for readers of the numbers; of many the first, and ``always``."""
+        """Keep a sentence for readers of the numbers, if it is among the first or ``always``."""
         if always or len(self.notes) < MOST_NOTES:
             self.notes[sentence] = None
 
@@ -48,7 +48,7 @@ class Notes:
         return line
 
     def note_finite(self) -> None:
-        """Note a check whether unknown numbers are finite, which is assumed.
+        """Note that a line checks whether unknown numbers are finite, and that this is assumed.
 
         Raises :class:`UnknownValueError` where one line does so without end.
         """

@@ -17,18 +17,18 @@ from pytest_gpumem.simulated.machine.storages import Storages
 _D = TypeVar("_D", bound=GpuState)
 
 _ANYWHERE = ("aten::_foreach_copy_", "aten::_amp_foreach_non_finite_check_and_unscale_")
-"""Operators that take tensors of several devices: each on its own."""
+"""Operators that accept tensors of several devices, and run on each device separately."""
 
 SOURCE = "pytest_gpumem source"
 """Metadata key of an autograd node that copied to another GPU: the GPU it copied from."""
 
 
 class Placement(Generic[_D]):
-    """Follows the operators of a machine with several GPUs.
+    """The GPUs that operators run on, in a machine with several.
 
     An operator runs where its tensors are, as on real devices, whichever device is the current
     one. A tensor that C++ makes from another's options (``at::zeros(size, grad.options())`` in
-    a formula of autograd) comes without it: it is put where the operator before it ran.
+    a formula of autograd) names no GPU here: it goes where the operator before it ran.
     """
 
     def __init__(self, storages: Storages, gpus: Sequence[_D]) -> None:
@@ -99,10 +99,10 @@ class Placement(Generic[_D]):
 
 
 def return_gradient(moved: torch.Tensor, source: GpuState, position: int = 0) -> None:
-    """Make autograd bring the gradient of ``moved``, a copy, back to the GPU ``source``.
+    """Make autograd copy the gradient of ``moved``, itself a copy, back to the GPU ``source``.
 
-    The formula does so by the options of the original, which are only ``meta`` here. ``position``
-    is that of the original among the inputs of the copy.
+    torch's formula does so by the options of the original, which name only ``meta`` here.
+    ``position`` is that of the original among the inputs of the copy.
     """
     node: Any = (moved._base if moved._is_view() and moved._base is not None else moved).grad_fn
     if node is None:
@@ -120,7 +120,7 @@ def return_gradient(moved: torch.Tensor, source: GpuState, position: int = 0) ->
 
 
 def source_of_node() -> GpuState | None:
-    """Return the GPU that the running node brings its gradient to; ``None`` if it is no copy."""
+    """Return the GPU that the running node copies its gradient to; ``None`` if it is no copy."""
     if torch._C._current_graph_task_id() == -1:
         return None
     node: Any = torch._C._current_autograd_node()

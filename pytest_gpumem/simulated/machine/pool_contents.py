@@ -1,7 +1,7 @@
-"""Values in the memory of graphs' pools, whichever tensor has that memory now.
+"""Values in the memory of graphs' pools, by address, whichever tensor has that memory now.
 
 A graph reads and writes addresses. The tensor that had one during the capture may have died since,
-and another graph may use the same memory: a write of either is read by both.
+and another graph may use the same memory: each graph reads what the other wrote.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PoolContents:
         self._values = values
         self.memory = memory
         self.places = places
-        """By key: the places of storages that live in pools of any GPU."""
+        """By key: the slots of storages that live in pools of any GPU."""
         self.pools: set[PoolId] = set()
         """The pools that captures have taken memory from."""
         self.owners: dict[int, StorageSlot] = {}
@@ -70,7 +70,7 @@ class PoolContents:
             return 0
         return record.address if self.memory.pool_of(record.address) in self.pools else 0
 
-    def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
+    def elements_at(self, address: int, nbytes: int) -> torch.Tensor | None:
         """Return all elements at ``address``; ``None`` if fewer than ``nbytes`` are known."""
         owner = self.owners.get(address)
         # The storage that lives there may have been written to outside of graphs.
@@ -82,12 +82,12 @@ class PoolContents:
         """Return all elements at ``place``; ``None`` where they are unknown."""
         if not place.address:
             return self._values.base(place.key) if place.lives else None
-        base = self.behind(place.address, place.nbytes)
+        base = self.elements_at(place.address, place.nbytes)
         owner = self.owners[place.address]
         if base is None or (owner.lives and self._values.base(owner.key) is base):
             return base
         if base.nbytes > place.nbytes:
-            # A larger storage left this: from now on there are only as many bytes, of any type.
+            # A larger storage was here before: only this one's bytes remain, of any type.
             base = base.view(torch.uint8)[: place.nbytes].clone()
             self.put(place, base)
         elif owner.lives:
@@ -108,7 +108,7 @@ class PoolContents:
             self._values.forget(owner.key)
 
     def overwritten(self, place: StorageSlot) -> None:
-        """Forget the contents of other addresses in the memory of ``place``."""
+        """Forget the contents at other addresses that overlap ``place``, which was written."""
         start, end = place.address, place.address + place.nbytes
         for address, base in list(self.held.items()) if start else ():
             if address != start and address < end and address + base.nbytes > start:
@@ -137,7 +137,7 @@ class EveryPoolContents:
         self._places: WeakValueDictionary[int, StorageSlot] = WeakValueDictionary()
 
     def of(self, gpu: GpuState, pool: PoolId) -> PoolContents:
-        """Return the contents of a GPU's pools, ``pool`` among them from now on."""
+        """Return the contents of a GPU's pools, and add ``pool`` to these."""
         found = self._by_index.get(gpu.index)
         if found is None or found.memory is not gpu.allocator:
             found = PoolContents(self._values, gpu.allocator, self._places)
@@ -154,10 +154,10 @@ class EveryPoolContents:
                 place.contents.held[place.address] = base
         self._values.forget(key)
 
-    def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
+    def elements_at(self, address: int, nbytes: int) -> torch.Tensor | None:
         """Return all elements that a pool has at ``address``; ``None`` if they are unknown."""
         for contents in list(self._by_index.values()):
-            base = contents.behind(address, nbytes)
+            base = contents.elements_at(address, nbytes)
             if base is not None:
                 return base
         return None

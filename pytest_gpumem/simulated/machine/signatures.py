@@ -22,7 +22,7 @@ UNREAD = ...
 
 
 class Signature:
-    """The arguments of one overload by name, ``gpu``, where a call runs, and its ``result``."""
+    """The arguments of one overload by name, with ``gpu``, where it runs, and its ``result``."""
 
     def __init__(self, schema: torch.FunctionSchema) -> None:
         self._schema = schema
@@ -41,9 +41,10 @@ class Signature:
         return given
 
     def taking(self, function: Callable[..., _R]) -> Callable[[list[Any]], _R]:
-        """``function``, called with the given arguments that it names; ``*args`` is every argument.
+        """Return ``function`` as one of the list that :meth:`given` returns.
 
-        An argument of other overloads is its default. Raises ``TypeError`` where it has none.
+        It gets the arguments that it names, or all as ``*args``; its default for one that this
+        overload lacks. Raises ``TypeError`` if there is no default.
         """
         places: list[int] = []
         for name, parameter in inspect.signature(function).parameters.items():
@@ -62,7 +63,7 @@ class Signature:
         return lambda given: function(*pick(given))
 
     def bound(self, function: Callable[..., _R]) -> Callable[..., _R]:
-        """``function``, called as the operator is."""
+        """Return ``function`` as one that is called like the operator."""
         taken = self.taking(function)
         return lambda *args, **kwargs: taken(self.given(None, args, kwargs))
 

@@ -1,4 +1,4 @@
-"""Storages that stand for CUDA memory and the blocks behind them; pinned memory of the host."""
+"""Storages that stand for CUDA memory, with their blocks; pinned memory of the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 
 ELSEWHERE = 1 << 48
-"""Offset of addresses of memory that is not the present test's; CUDA's have 47 bits."""
+"""Offset of addresses of memory of earlier tests; CUDA's have 47 bits."""
 
 MOST_POISONED = 65_536
 """Most elements that are filled in a CPU tensor of unknown values."""
@@ -30,15 +30,15 @@ _Reference = weakref.ref[torch.UntypedStorage]
 
 
 class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
-    """A storage's block on a simulated device; dies with the storage, at that moment."""
+    """A storage's block on a simulated device, freed at the moment when the storage dies."""
 
     __slots__ = ("address", "allocator", "device", "key", "nbytes")
 
     @property
     def pointer(self) -> int:
-        """The address as code under test sees it, unlike that of any other live storage.
+        """The address that code under test sees, unlike that of any other live storage.
 
-        A test's memory begins at the addresses at which the memory of the test before it began.
+        Every test's memory begins at the same addresses, so blocks of earlier tests are moved up.
         """
         if self.allocator is self.device.allocator or self.allocator is BORROWED:
             return self.address
@@ -49,7 +49,7 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
     nbytes: int
     device: GpuState
     allocator: Memory
-    """The owner of ``address``: not the device's present allocator once that has been renewed."""
+    """The allocator of ``address``: the device has another one once it has been renewed."""
 
 
 class _BorrowedMemory:
@@ -78,12 +78,12 @@ class Storages:
         """
         self.host_scalars: dict[int, SimulatedStorage] = {}
         """Tensors that CUDA keeps on the host although torch reports ``meta``: seeds of dropout,
-        numbers that C++ made tensors of. They may stand beside any tensor."""
+        numbers that C++ made tensors of. They may be used with tensors of any device."""
         self.users_own: dict[int, SimulatedStorage] = {}
         """Tensors that user code requested on ``meta``."""
         self.without_values: dict[int, torch.Tensor] = {}
         """By key of a storage ``unknown_on_cpu``: memory marked as unknown, for readers in C."""
-        self.taken_back: dict[int, str] = {}
+        self.reused: dict[int, str] = {}
         """By key: the error for readers of a storage whose memory a graph uses again."""
         self.lock: RLock | None = None
         """The lock held while a storage's block is freed, once several threads run operators."""
@@ -95,7 +95,7 @@ class Storages:
         self._died_on_host: Callable[[_Reference], None] = self._forget
 
     def of(self, tensor: torch.Tensor) -> SimulatedStorage | None:
-        """Return the block behind ``tensor``; ``None`` if it is on no simulated device."""
+        """Return the block of ``tensor``; ``None`` if it is on no simulated device."""
         try:
             return self.by_key.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
@@ -115,7 +115,7 @@ class Storages:
         return self._remember(tensor, self.unknown_on_cpu)
 
     def mark_host_scalars(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark those of ``tensors`` that have no block as numbers of the host."""
+        """Mark those of ``tensors`` that have no block as scalars of the host."""
         for tensor in tensors:
             if self.of(tensor) is None:
                 self._remember(tensor, self.host_scalars)
@@ -146,8 +146,8 @@ class Storages:
     ) -> torch.Tensor:
         """Return a CPU tensor of unknown values.
 
-        Where nothing refuses to read it, after the simulation or in C++, it shows no number that
-        could be taken for a result. Pages that are not touched cost no memory.
+        It holds NaN or impossible numbers, in case a reader cannot be refused, in C++ or after the
+        simulation; a large one only at its beginning, so that other pages cost no memory.
         """
         made = raw.empty_strided(size, stride, dtype=dtype, device="cpu")
         large = made.numel() > MOST_POISONED
@@ -159,11 +159,11 @@ class Storages:
         return made
 
     def address_without_values(self, storage: torch.UntypedStorage) -> int:
-        """Return where ``storage``, of unknown values, holds a NaN pattern in every dtype."""
+        """Return the address of memory as long as ``storage`` with a NaN pattern in every dtype."""
         made = self.without_values.get(storage._cdata)
         if made is None:
             with torch._C._DisableTorchDispatch():
-                made = torch.full((storage.nbytes(),), _NO_NUMBER, dtype=torch.uint8, device="cpu")
+                made = torch.full((storage.nbytes(),), _NAN_BYTE, dtype=torch.uint8, device="cpu")
             self.without_values[storage._cdata] = made
         return int(_data_ptr(made))
 
@@ -202,7 +202,7 @@ class Storages:
         device: GpuState,
         owner: Memory = BORROWED,
     ) -> SimulatedStorage:
-        """Make ``storage`` refer to memory at ``address``, which it gives back to its ``owner``."""
+        """Make ``storage`` refer to memory at ``address``, which ``owner`` frees when it dies."""
         record = SimulatedStorage(storage, self._died)
         record.key = storage._cdata
         record.allocator = owner
@@ -233,9 +233,9 @@ class Storages:
         record.address = address
         record.nbytes = nbytes
 
-    def refuse_taken_back(self, key: int) -> None:
-        """Raise torch's words where the storage at ``key`` is read and its memory is another's."""
-        words = self.taken_back.get(key)
+    def refuse_reused(self, key: int) -> None:
+        """Raise torch's error for a read of storage ``key`` if a graph uses its memory again."""
+        words = self.reused.get(key)
         if words is not None:
             raise RuntimeError(words)
 
@@ -249,7 +249,7 @@ class Storages:
     def _release(self, record: _Reference) -> None:
         assert isinstance(record, SimulatedStorage)
         del self.by_key[record.key]
-        self.taken_back.pop(record.key, None)
+        self.reused.pop(record.key, None)
         self.died(record.key)
         if not record.address:
             return
@@ -291,18 +291,18 @@ def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill ``tensor``, a CPU tensor, with NaN, the least integer, or bytes that are no number."""
+    """Fill ``tensor``, a CPU tensor, with NaN, the least integer, or bytes of NaN."""
     dtype = tensor.dtype
     if dtype.itemsize == 1:
-        tensor.view(torch.uint8).fill_(_NO_NUMBER)
+        tensor.view(torch.uint8).fill_(_NAN_BYTE)
     elif dtype.is_floating_point or dtype.is_complex:
         tensor.fill_(math.nan)
     else:
         tensor.fill_(torch.iinfo(dtype).min)
 
 
-_NO_NUMBER = 0xFF
-"""The bits of a byte that are no number in any format of 8 bits, and -1 or 255 among integers."""
+_NAN_BYTE = 0xFF
+"""A byte that is NaN in 8-bit formats of floats, and -1 or 255 among integers."""
 
 
 def _ignore(_: Any) -> None: ...
@@ -344,7 +344,7 @@ class Pinned:
         return any(begin <= address < begin + size for begin, size in self._registered.items())
 
     def register(self, address: int, size: int) -> int:
-        """``cudaHostRegister``; its result code."""
+        """Return the result code of ``cudaHostRegister``."""
         if size <= 0 or not address:
             return _INVALID
         if any(
@@ -356,5 +356,5 @@ class Pinned:
         return 0
 
     def unregister(self, address: int) -> int:
-        """``cudaHostUnregister``; its result code."""
+        """Return the result code of ``cudaHostUnregister``."""
         return NOT_REGISTERED if self._registered.pop(address, None) is None else 0

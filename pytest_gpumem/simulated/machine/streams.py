@@ -1,7 +1,7 @@
 """Streams: the stream that memory belongs to, and the work that other work waits for.
 
-Work is done when it is issued, as far as a program can see: queries return true. Work the *host*
-has seen finish decides when memory that another stream used may be used again; the
+To a program, work is done when it is issued: queries return true. Memory that another stream used
+may be used again once the *host* has seen that stream's work finish; the
 :class:`~pytest_gpumem.allocator.trace.Timeline` keeps that.
 
 Autograd gives a leaf its gradient on the stream that used the leaf first: its node is made when an
@@ -51,14 +51,14 @@ class Capture:
         self.memory = gpu.allocator
         self.recording = recording
         self.graph = graph
-        """Until the capture ends: the graph refers to the capture."""
+        """The graph; ``None`` after the capture, which the graph refers to."""
         self.under_way = True
         self.valid = True
         """Whether every operation so far is allowed in a capture."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was captured yet that a graph has a node for: room has none."""
+        """Whether the graph would have no node yet: an ``empty`` adds none."""
         steps = self.recording.steps
         return all(step.operator is not None and step.operator.uninitialized for step in steps)
 
@@ -70,7 +70,7 @@ class Capture:
 
 
 class _ThreadStreams(threading.local):
-    """The current stream of each device, which every thread has for itself."""
+    """The current stream of each device, separately for each thread."""
 
     def __init__(self) -> None:
         self.current: dict[int, int] = {}
@@ -79,8 +79,8 @@ class _ThreadStreams(threading.local):
         self.of_last_node: dict[int, int] = {}
         self.leaves = Leaves()
         self.chosen: dict[int, tuple[list[int], list[int]]] = {}
-        """By device: from which autograd sequence number, which each thread counts for itself,
-        on which stream was the current one."""
+        """By device: autograd's sequence number (of this thread) at each choice of a stream, and
+        the chosen stream."""
 
 
 class Streams:
@@ -175,7 +175,7 @@ class Streams:
             raise cuda_error("operation not permitted when stream is capturing")
 
     def waits(self, key: StreamKey, marks: Marks, capture: Capture | None) -> None:
-        """Make a stream wait for an event, with which it joins a ``capture``."""
+        """Make a stream wait for an event, and join the ``capture`` that the event belongs to."""
         self.timeline.wait(key, marks)
         if capture is not None and capture.under_way:
             self.captures.setdefault(key, capture)
@@ -194,8 +194,8 @@ class Streams:
             stream = self._at(device, number)
             thread.of_last_node[device] = stream
         # The engine makes the stream of each node wait for those of its inputs
-        # (torch/csrc/autograd/input_buffer.cpp), and of the roots for the current stream. So it
-        # takes part in the capture of that one; the default stream takes part in none.
+        # (torch/csrc/autograd/input_buffer.cpp), and those of the roots for the current stream. So
+        # they join that one's capture; the default stream joins none.
         if self.captures and stream:
             capture = self.captures.get((device, thread.current.get(device, 0)))
             if capture is not None:
@@ -247,7 +247,7 @@ class Leaves:
 
     def __init__(self) -> None:
         self.hooked: torch.Tensor | None = None
-        """The leaf of which a hook runs: autograd has no current node then."""
+        """The leaf whose hook runs: autograd has no current node then."""
         self._task = -1
         self._first: dict[int, int] = {}
         """By leaf: the sequence number of the node that used it first."""
@@ -261,7 +261,7 @@ class Leaves:
             return None
         if task != self._task:
             self._task, self._first = task, {}
-            for node in nodes_behind(_roots()):
+            for node in reachable_nodes(_roots()):
                 number = node._sequence_nr()
                 for following, _ in node.next_functions:
                     used = getattr(following, "variable", None)
@@ -285,10 +285,10 @@ def roots_of(outputs: Iterable[Any]) -> list[Any]:
     return [node for node in found if node is not None]
 
 
-def nodes_behind(
+def reachable_nodes(
     roots: list[Any], is_followed: Callable[[Any], bool] = lambda _: True
 ) -> Iterator[Any]:
-    """Yield the nodes of the graph of ``roots``, those that ``is_followed`` and lead to more."""
+    """Yield the nodes that ``roots`` lead to through nodes that ``is_followed`` accepts."""
     waiting = list(dict.fromkeys(roots))
     seen = set(waiting)
     while waiting:

@@ -6,9 +6,9 @@ May use: ``common``, ``gpu``, ``machine``. A rule takes its device as the argume
 How CUDA runs an operator decides which table has it:
 
 - ``RULES``: one kernel, with temporaries around its outputs; by the operator's name;
-- ``ABOVE_AUTOGRAD``: other operators, which autograd records one by one;
-- ``BELOW_AUTOGRAD``: other operators, which autograd records as one. Convolutions are here:
+- ``ABOVE_AUTOGRAD``: several operators, which autograd records one by one;
+- ``BELOW_AUTOGRAD``: several operators, which autograd records as one. Convolutions are here:
   ``convolution_choice`` finds the kernel, ``cudnn`` its workspace;
-- ``PARTS``: other operators in some calls only (``sparse``), a number for Python
-  (``comparisons``), or an operator that is not torch's (``below_autograd``).
+- ``PARTS``: several operators in some calls only (``sparse``), for a Python number
+  (``comparisons``), or for an operator that is not torch's (``below_autograd``).
 """

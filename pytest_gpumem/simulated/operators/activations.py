@@ -44,7 +44,7 @@ _Softmax = Callable[..., Tensor]
 
 
 def mish_backward(gpu: GPU, grad_output: Tensor, self: Tensor) -> Tensor:
-    """``aten::mish_backward``: one kernel, and on ``meta`` a formula of several.
+    """Run ``aten::mish_backward`` as one kernel; on ``meta`` it is a formula of several.
 
     The product has the shape, type and strides of its output.
     """
@@ -54,7 +54,7 @@ def mish_backward(gpu: GPU, grad_output: Tensor, self: Tensor) -> Tensor:
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """``aten::dropout``: on CUDA one fused kernel with a mask of one byte per element.
+    """Run ``aten::dropout`` as CUDA's fused kernel, with a mask of one byte per element.
 
     Complex numbers are multiplied by real noise (_dropout_impl).
     """
@@ -69,8 +69,8 @@ def dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
-    """``_softmax_backward_data``: grad * output, a contiguous copy where its strides are not
-    those of a contiguous tensor, and one of ``output`` where it is not contiguous."""
+    """Allocate for ``_softmax_backward_data``: grad * output, a contiguous copy of it if its
+    strides are others, and one of ``output`` if that is not contiguous."""
     sizes = [grad_output.nbytes]
     if not (grad_output.is_contiguous() and output.is_contiguous()):
         strides = compute_elementwise_output_strides(grad_output, output)
@@ -84,7 +84,7 @@ def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
 def _of_halves(
     whole: _Softmax, kernel: _Softmax, self: Tensor, dim: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """``softmax(input, dim, dtype)``: of float16 to float32 one kernel, else a cast goes before."""
+    """Run ``softmax(input, dim, dtype)``: one kernel from float16 to float32, else after a cast."""
     if dtype is torch.float32 and self.dtype is torch.float16:
         return kernel(self, dim, True)
     return whole(self, dim, dtype)
@@ -97,7 +97,7 @@ _MEAN = 1
 def soft_margin_loss_backward(
     grad_output: Tensor, self: Tensor, target: Tensor, reduction: int
 ) -> Tensor:
-    """``aten::soft_margin_loss_backward`` as its native function computes it.
+    """Run ``aten::soft_margin_loss_backward`` as its native function computes it.
 
     On ``meta`` that gives the gradient of a transposed input another layout.
     """
@@ -129,7 +129,7 @@ def _enlarged(self: Tensor, target: Tensor, result: Tensor) -> Iterator[Tensor]:
 def _reduced(
     in_result: bool, gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor
 ) -> None:
-    """A loss with a value of each element: in its result, or in a temporary."""
+    """Allocate to reduce a loss of each element, which is in the result or in a temporary."""
     if reduction:
         elements = _elements(self, target)
         with Scratch(gpu, (1 if in_result else elements) * result.element_size()):
@@ -152,7 +152,7 @@ def _margin_of_rows(
 def _target_first(
     gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: tuple[Tensor, Tensor]
 ) -> Iterator[Tensor]:
-    """Yield target flags and the loss, rows' losses between (multilabel_margin_loss_forward)."""
+    """Yield target flags and the loss, losses of rows between (multilabel_margin_loss_forward)."""
     is_reduced = self.dim() == 2 and reduction
     with Scratch(gpu, *copied(self, target)) as scratch:
         yield result[1]
@@ -163,7 +163,7 @@ def _target_first(
 def _of_classes(
     gpu: GPU, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int
 ) -> Scratch:
-    """Each loss is read by strides; their sum is of contiguous tensors (NLLLoss2d.cu)."""
+    """Copy tensors that a sum reads; single losses are read by strides (NLLLoss2d.cu)."""
     return Scratch(gpu, *copied(*((self, weight, target) if reduction else (weight,))))
 
 
@@ -171,7 +171,7 @@ def _of_classes(
 
 
 def _ctc_loss(*args: Any) -> Any:
-    """Take lengths to the host, as for a loss that is no subclass."""
+    """Run ctc_loss with lengths on the host, as for a loss of no subclass."""
     if not args[0].is_cuda:
         return decompose(_aten.ctc_loss.Tensor, *args)
     lengths = [each.flatten().tolist() for each in args[2:4]]
@@ -205,7 +205,7 @@ RULES = {
     "_softmax _log_softmax": Rule(after=copies_of("self")),
     "_softmax_backward_data": Rule(after=_backward),
     "_log_softmax_backward_data": Rule(after=copies_of("grad_output", "output")),
-    # dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs.
+    # dropout_cuda makes the mask first; if everything is dropped, zeros come before the mask.
     "native_dropout": Rule(
         outputs=lambda p, train, result: result if p == 1 or train is False else result[::-1]
     ),

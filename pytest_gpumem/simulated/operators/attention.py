@@ -1,7 +1,7 @@
 """scaled_dot_product_attention: allocations of the kernel that CUDA takes.
 
 Source: aten/src/ATen/native/transformers/attention.cpp (scaled_dot_product_attention and the math
-road), cuda/attention.cu, attention_backward.cu, cuda/flash_attn/flash_api.cpp (mha_fwd, mha_bwd,
+path), cuda/attention.cu, attention_backward.cu, cuda/flash_attn/flash_api.cpp (mha_fwd, mha_bwd,
 set_params_splitkv), cuda/mem_eff_attention/kernel_forward.h, kernel_backward.h and
 kernels/cutlassB.h, of torch 2.6 to 2.15.
 """
@@ -49,7 +49,7 @@ _aten = torch.ops.aten
 
 
 def scaled_dot_product_attention(gpu: GPU, *args: Any) -> Tensor:
-    """``aten::scaled_dot_product_attention`` as CUDA takes it apart."""
+    """Run ``aten::scaled_dot_product_attention`` by the kernel that CUDA chooses."""
     *given, scale, enable_gqa = args
     given.append(enable_gqa)
     call = AttentionCall(gpu, *given)
@@ -142,10 +142,10 @@ def flash_outputs(
     sums: Sequence[Tensor],
     state: Sequence[Tensor],
 ) -> Iterator[Tensor]:
-    """Return the outputs of mha_fwd: ``sums``, parts of them, and the generator's ``state``.
+    """Yield the outputs of mha_fwd: ``sums``, and the generator's ``state``.
 
-    Where the keys of (batch, heads, length, size) are split, each split has its logsumexp and
-    output.
+    If the keys of (batch, heads, length, size) are split, a logsumexp and an output for each split
+    are allocated between them.
     """
     yield from sums
     batch, heads, length, size = query.shape
@@ -163,7 +163,7 @@ def flash_outputs(
 def generator_state(gpu: GPU, dropout_p: float, state: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield seeds and an unused number of mha_fwd and mha_varlen_fwd (flash_api.cpp).
 
-    The seeds are made for the capture of a graph; dropout makes others, and gives these back.
+    The seeds are allocated for the capture of a graph; dropout allocates others, and frees these.
     """
     with Scratch(gpu, _RNG_STATE if dropout_p and state else 0):
         yield from reversed(state) if dropout_p else state
@@ -182,7 +182,7 @@ def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) ->
 
 
 def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> None:
-    """run_cudnn_SDP_bprop (MHA.cpp): a gradient laid out as the output, then the frontend's sums.
+    """Allocate for run_cudnn_SDP_bprop (MHA.cpp): a copy of the gradient, then the frontend's sums.
 
     cudnn-frontend sums queries' gradients, and a number of each row, in float32
     (scaled_dot_product_flash_attention.h, dQ_accum and softmax_sum); seen on torch's own code.
@@ -247,9 +247,9 @@ def efficient_backward(
     dropout_p: float,
     lengths: tuple[int, int, int] | None = None,
 ) -> None:
-    """Temporaries of the efficient kernel's backward.
+    """Allocate the temporaries of the efficient kernel's backward.
 
-    ``lengths``: how many sequences there are one behind the other, their most queries and keys.
+    ``lengths``: the number of concatenated sequences, and the most queries and keys of one.
     """
     batch, heads, length, size = query.shape
     sizes = size, value.shape[-1]
@@ -279,7 +279,7 @@ def efficient_backward(
 
 
 def _sum_groups(gpu: GPU, tensor: Tensor, heads: int) -> None:
-    """``at::sum_out`` of gradients per head of queries: one for each head of ``tensor``."""
+    """Allocate for ``at::sum_out`` of gradients of queries' heads to the heads of ``tensor``."""
     batch, own_heads, length, size = tensor.shape
     groups = heads // own_heads
     shape = batch, length, own_heads, groups, size
@@ -312,7 +312,7 @@ def gradient_of_bias(bias: Tensor) -> Tensor:
 
 
 def _backward_blocks(gpu: GPU, half: bool, size: int, drops: bool) -> tuple[int, int]:
-    """kBlockSizeI, kBlockSizeJ of the first kernel of cutlassB.h that fits the head and the GPU."""
+    """Return kBlockSizeI, kBlockSizeJ of the first kernel of cutlassB.h that fits head and GPU."""
     if size <= 64:
         return 64, 64
     capability = gpu.model.compute_capability
@@ -333,7 +333,7 @@ def _workspace(
     staged: tuple[int, int] | None,
     blocks: tuple[int, int],
 ) -> int:
-    """AttentionBackwardKernel::Params::workspace_size, in bytes.
+    """Return AttentionBackwardKernel::Params::workspace_size, in bytes.
 
     ``staged``: head sizes of keys and values whose gradients do not stay in registers.
     """

@@ -62,7 +62,7 @@ class AttentionCall:
         return {FLASH: self._flash, EFFICIENT: self._efficient, CUDNN: self._cudnn}
 
     def _fits(self, *, grouped: bool = True, kv_heads_may_differ: bool = False) -> bool:
-        # check_batch_size_and_num_heads_dense; ``grouped``: whether a kernel takes fewer heads of
+        # check_batch_size_and_num_heads_dense; ``grouped``: whether a kernel accepts fewer heads of
         # keys than of queries.
         q, k, v = self.query, self.key, self.value
         if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
@@ -164,7 +164,7 @@ class AttentionCall:
         )
 
     def _cudnn_head(self, size: int, value_size: int) -> bool:
-        """check_cudnn_tensor_shapes and check_cudnn_d256_bprop_head_dim: heads over 128."""
+        """Check heads over 128: check_cudnn_tensor_shapes, check_cudnn_d256_bprop_head_dim."""
         heads, most, cudnn = (size, value_size), max(size, value_size), cudnn_of(self.gpu.version)
         is_hopper = self.capability == (9, 0)
         if most <= 128 or not (is_hopper or self.capability[0] == 10):
@@ -178,7 +178,7 @@ class AttentionCall:
 
 
 _MOST = 65535
-"""Batches and heads that cuDNN and flash-attention take."""
+"""Most batches, and most heads, that cuDNN and flash-attention accept."""
 
 
 def usable_kernels(gpu: GPU, *params: Any) -> set[str]:
@@ -188,7 +188,7 @@ def usable_kernels(gpu: GPU, *params: Any) -> set[str]:
 
 
 def splits_of(processors: int, blocks: int, size: int, keys: int) -> int:
-    """num_splits_heuristic: over how many blocks the keys are split, on so many ``processors``.
+    """Return over how many blocks the keys are split on ``processors`` (num_splits_heuristic).
 
     ``blocks`` are batch times heads times blocks of 64 queries; set_params_splitkv doubles the
     processors, because a block has 128 threads.

@@ -97,7 +97,7 @@ class CastCache:
             return
         library = self._library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            # torch has kernels of its own here; that is the point of replacing them.
+            # torch warns that it has these kernels already.
             warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
             for names, policy in (
                 (LOWER_PRECISION, self._run),
@@ -192,7 +192,7 @@ class CastCache:
         return kernel
 
     def _float32_output(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
-        is_third = overload._schema.name.endswith("softmax")  # of the others by keyword alone
+        is_third = overload._schema.name.endswith("softmax")  # others have a keyword
         dtype = args[2] if is_third and len(args) > 2 else kwargs.get("dtype")
         if dtype is None and eligible(args[0]):
             args = args[:2] if is_third else args

@@ -43,7 +43,7 @@ def _by_cudnn(
     running_var: Tensor | None,
     training: bool,
 ) -> bool:
-    """_select_batch_norm_backend."""
+    """Return whether _select_batch_norm_backend chooses cuDNN."""
     return (
         weight is not None
         and bias is not None
@@ -60,7 +60,7 @@ def _by_cudnn(
 
 
 def batch_norm(gpu: GPU, *args: Any) -> Tensor:
-    """``aten::batch_norm`` as CUDA takes it apart."""
+    """Run ``aten::batch_norm`` by the kernels that CUDA chooses."""
     input, weight, bias = args[:3]
     if not (input.is_cuda and _by_cudnn(gpu, *args[:6])):
         return decompose(torch.ops.aten.batch_norm.default, *args)
@@ -84,7 +84,7 @@ _MOMENTS, _SUMS = 4, 2
 
 
 def _reads_channels_last(tensor: Tensor) -> bool:
-    """batch_norm_use_channels_last_kernels."""
+    """Return batch_norm_use_channels_last_kernels."""
     return _is_channels_last(tensor) or (tensor.is_contiguous() and tensor.stride(1) == 1)
 
 
@@ -98,7 +98,7 @@ _LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS, _FEWEST_ROWS = 512, 32, 16, 128,
 
 
 def _stage(gpu: GPU, input: Tensor, values: int) -> None:
-    """Partial results of ``values`` numbers per channel, and the semaphores of their blocks.
+    """Allocate ``values`` partial results per channel, and the semaphores of their blocks.
 
     flexible_launch_configs: blocks over channels, and over the reduced dims.
     """
@@ -163,7 +163,7 @@ def _batch_norm_backward(
 
 
 def _update(gpu: GPU, *args: Any) -> None:
-    """_batch_norm_with_update_cuda, of programs that torch.export made."""
+    """Allocate for _batch_norm_with_update_cuda, of programs that torch.export made."""
     input, weight, bias, mean, variance = args[:5]
     if not _by_cudnn(gpu, input, weight, bias, mean, variance, training=True):
         _batch_norm_forward(gpu, input, weight, bias, training=True)
@@ -181,7 +181,7 @@ def _update_backward(
     output_mask: Sequence[bool],
     result: Gradients,
 ) -> Iterable[Tensor]:
-    """_new_batch_norm_backward_cuda."""
+    """Return the outputs of _new_batch_norm_backward_cuda, in order."""
     if _by_cudnn(gpu, input, weight, weight, running_mean, running_var, update):
         return [gradient for gradient in result if gradient is not None]
     return _batch_norm_backward(gpu, grad_out, input, save_mean, update, output_mask, result)

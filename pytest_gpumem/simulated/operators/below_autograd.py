@@ -1,4 +1,4 @@
-"""Operators that autograd sees whole and that one native function builds from others.
+"""Operators that autograd records as one, and that one native function builds from others.
 
 They have no kernel of CUDA's own: CompositeExplicitAutograd in native_functions.yaml, or one of
 CPU and CUDA, where ``meta`` has a kernel only for the shape of the result. Source:
@@ -10,9 +10,9 @@ TensorAdvancedIndexing.cpp (_unsafe_masked_index, masked_scatter_backward), Tens
 linalg_polar, linalg_matrix_sqrth: new in 2.15), transformers/attention.cpp (_safe_softmax) and
 transformer.cpp (transformer_encoder_layer_forward), torch 2.6 to 2.15.
 
-Kernels of other libraries are built from torch's operators, too: torchvision's (``vision``), and
-bitsandbytes'. It packs weights to 4 and 8 bits and multiplies by
-them. Values of a user's kernel in C++ for one element, which torch compiles for a GPU, are unknown.
+Kernels of other libraries are built from torch's operators, too: torchvision's (``vision``) and
+bitsandbytes', which packs weights to 4 and 8 bits and multiplies by them. Results of a user's C++
+kernel for one element, which torch compiles for a GPU, have unknown values.
 
 Source: bitsandbytes/backends/cuda/ops.py (quantize_blockwise, quantize_4bit, gemm_4bit,
 _dequant_linear_fallback, _gemm_4bit_kernel_impl) of bitsandbytes 0.50; torch/cuda/jiterator.py and
@@ -58,7 +58,7 @@ _KEYS = (
 
 
 def _built(operator: Any) -> Composite:
-    """Return the function that ``operator`` is on every device."""
+    """Return the kernel of ``operator`` that does the same on every device."""
     key = next(key for key in _KEYS if operator.has_kernel_for_dispatch_key(key))
 
     def call(*args: Any) -> Any:
@@ -189,7 +189,7 @@ PARTS: dict[str, Composite] = {
 
 
 def jiterated(function: Any, *tensors: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-    """Return the outputs of a compiled kernel, as large as its inputs are together.
+    """Return the outputs of a compiled kernel, of the shape that its inputs broadcast to.
 
     Raises ``KeyError`` in torch's words for an argument that the kernel does not have.
     """

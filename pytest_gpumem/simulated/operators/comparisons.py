@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, bo
 
 
 def equal_unseen(self: Tensor, other: Tensor) -> bool | None:
-    """Return what ``torch.equal`` says without a look at values; ``None`` if it looks at them."""
+    """Return the result of ``torch.equal`` if that needs no values; ``None`` if it does."""
     if self.shape != other.shape:
         return False
     is_same = storage_key(self) == storage_key(other) and layout_of(self) == layout_of(other)
@@ -52,7 +52,7 @@ PARTS: dict[str, Callable[..., None]] = {
 
 
 def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None = None) -> None:
-    """Run isin: few others are compared with all, eq().any(-1); many are sorted, by values."""
+    """Allocate for isin: few test elements are compared by eq().any(-1); many are sorted."""
     if test_elements is None:
         return
     count, others = 1 if elements is None else elements.numel(), test_elements.numel()
@@ -61,12 +61,12 @@ def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None
 
 
 def _element(gpu: GPU, element: float | None = None) -> Scratch | None:
-    """Make a number a tensor of 64 bits."""
+    """Allocate for a number, which becomes a tensor of 64 bits."""
     return None if element is None else Scratch(gpu, 8)
 
 
 def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scratch | None:
-    """Make a number a tensor of 64 bits, and check the places in ``sorter``."""
+    """Allocate for a number, and for the check of the places in ``sorter``."""
     scratch = None if isinstance(self, Tensor) else Scratch(gpu, 8)
     if sorter is not None and sorter.numel():
         borrow(gpu, 8, 8)
@@ -95,7 +95,7 @@ def _search(
 
 
 def _assert(gpu: GPU, self: Tensor) -> None:
-    """Stop the call; on a GPU a failed assertion stops the process's CUDA at its next call."""
+    """Raise the error of a failed assertion; a GPU reports it at a later call of CUDA."""
     if self.numel() != 1:
         many = "more than one value" if self.numel() else "no values"
         raise RuntimeError(f"Boolean value of Tensor with {many} is ambiguous")
@@ -116,7 +116,7 @@ _STATIC_TILE = 512 * 16
 
 
 def count_set(gpu: GPU, self: Tensor) -> Scratch:
-    """Count the elements that are set: the number stays for as long as the scratch."""
+    """Allocate to count the elements that are set; the scratch holds the number."""
     scratch = Scratch(gpu, *copied(self), 4)
     model = gpu.model
     borrow(gpu, cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
@@ -145,7 +145,7 @@ def _before(
         borrow(gpu, cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
         scratch.drop(indices)
     if return_inverse:
-        # The inverse is there already; it comes to stay where this leaves room.
+        # The GPU has its inverse by now; the result's is allocated later, in the room freed here.
         inverse = scratch.take(count * INDEX_BYTES)
         numbers = scratch.take(count * (_SHORT_INDEX_BYTES if sorted is None else INDEX_BYTES))
         storage = cub.scan_bytes(min(count, cub.LARGEST_SCAN), 4, gpu.version)
@@ -167,17 +167,17 @@ def _placed(
 ) -> Iterator[Tensor]:
     """Yield the results, which CUDA makes as large as the input and then shortens in place."""
     values, inverse, counts = result
-    is_truth = sorted is not None and self.dtype == torch.bool
-    room = 2 if is_truth else self.numel()
-    if not is_truth:
+    is_boolean = sorted is not None and self.dtype == torch.bool
+    room = 2 if is_boolean else self.numel()
+    if not is_boolean:
         yield inverse
     if dim is None:
         values.untyped_storage().resize_(room * values.element_size())
     yield values
-    if dim is None and (is_truth or return_counts):
+    if dim is None and (is_boolean or return_counts):
         counts.untyped_storage().resize_(room * counts.element_size())
     yield counts
-    yield inverse  # of truth it is the last
+    yield inverse  # for booleans it is the last
 
 
 def _select(gpu: GPU, self: Tensor, dim: int | None = None, sorted: bool | None = None) -> None:
@@ -206,7 +206,7 @@ def _extremes(gpu: GPU, tensor: Tensor, count: int) -> None:
 
 
 def _zero_points(gpu: GPU, zero_point: Tensor) -> None:
-    """Least and largest of whole ones (native/quantized/FakeQuantPerChannelAffine.cpp)."""
+    """Allocate for the extremes of integers (native/quantized/FakeQuantPerChannelAffine.cpp)."""
     if not zero_point.is_floating_point():
         borrow(gpu, zero_point.element_size(), zero_point.element_size())
 

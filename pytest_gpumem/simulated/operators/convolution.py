@@ -34,7 +34,7 @@ _Sizes = Sequence[int]
 
 
 def _convolution(*args: Any) -> Any:
-    """``aten::convolution``: ``_convolution`` with four switches of torch's context, which hold."""
+    """Run ``aten::convolution``: ``_convolution`` with four switches of torch's context."""
     explicit = torch._C.DispatchKey.CompositeExplicitAutograd
     switches = False, False, True, True
     return torch.ops.aten._convolution.default._op_dk(explicit, *args, *switches)
@@ -52,7 +52,7 @@ def _convolve(
     output_padding: _Sizes,
     groups: int,
 ) -> Tensor:
-    """``aten::convolution_overrideable``: what a convolution calls on a device of its own."""
+    """Run ``aten::convolution_overrideable``, which is for devices other than CPU and CUDA."""
     for tensor, name in ((weight, "weight"), (bias, "bias")):
         if tensor is not None and (tensor.dtype != input.dtype or tensor.device != input.device):
             types = [f"{each.dtype} on {each.device}" for each in (input, tensor)]
@@ -133,9 +133,9 @@ class ConvolutionCall:
         return _depthwise_forward(input, weight, bias, shape)
 
     def _convolve(self, direction: str, given: Tensor, weight: Tensor, shape: _Sizes) -> Tensor:
-        """cudnn_convolution, and cudnn_convolution_backward_input for the direction ``INPUT``.
+        """Run cudnn_convolution, or cudnn_convolution_backward_input for the direction ``INPUT``.
 
-        Of a transposed one the output is computed as an input's gradient, and the other way round.
+        The output of a transposed one is computed as the gradient of an input, and the reverse.
         """
         memory_format = common_format(given, weight)
         made = _empty(shape, given, memory_format)
@@ -150,7 +150,7 @@ class ConvolutionCall:
         return made
 
     def _convolve_weight(self, grad_output: Tensor, input: Tensor, shape: _Sizes) -> Tensor:
-        """cudnn_convolution_backward_weight."""
+        """Run cudnn_convolution_backward_weight."""
         memory_format = common_format(input, grad_output)
         kept = [
             grad_output.contiguous(memory_format=memory_format),
@@ -166,7 +166,7 @@ class ConvolutionCall:
     def _take_workspace(
         self, direction: str, input: Tensor, weight: Tensor, output: Tensor, channels_last: bool
     ) -> None:
-        """run_conv_plan: the workspace, for the time of the call.
+        """Allocate the workspace of run_conv_plan, for the time of the call.
 
         Where it does not fit, cuDNN's next plans are tried, of which the last ones need none, and
         the one that ran is kept for such calls (try_configs and benchmark_cache in Conv_v8.cpp).
@@ -200,7 +200,7 @@ class ConvolutionCall:
     def _slow_forward(
         self, input: Tensor, weight: Tensor, shape: tuple[int, ...], has_bias: bool
     ) -> Tensor:
-        """Slow2d, SlowDilated2d and 3d, SlowTranspose2d and 3d, group after group."""
+        """Run Slow2d, SlowDilated2d and 3d, SlowTranspose2d and 3d, group after group."""
         slow = SlowConvolution(self.gpu, self.parameters)
         groups = self.parameters.groups
         input, weight = input.contiguous(), weight.contiguous()
@@ -291,7 +291,7 @@ def _bias_gradient(grad_output: Tensor) -> Tensor:
 def _depthwise_forward(
     input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]
 ) -> Tensor:
-    """conv_depthwise2d_cuda, conv_depthwise3d_cuda, which add the bias in their kernels."""
+    """Run conv_depthwise2d_cuda or conv_depthwise3d_cuda, which add the bias in their kernels."""
     input = input.contiguous()
     output = input.new_empty(shape) if input.dim() == 5 else None
     weight = weight.contiguous()
@@ -305,7 +305,7 @@ def _depthwise_forward(
 def _depthwise_volume_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> Gradients:
-    """conv_depthwise3d_backward_cuda."""
+    """Run conv_depthwise3d_backward_cuda."""
     grad_input = grad_output.new_empty(input.shape) if mask[0] else None
     grad_weight = grad_output.new_empty(weight.shape) if mask[1] else None
     kept = grad_output.contiguous()
@@ -321,7 +321,7 @@ def _depthwise_volume_backward(
 def _depthwise_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """conv_depthwise2d_backward_cuda_out."""
+    """Run conv_depthwise2d_backward_cuda_out."""
     grad_input = grad_weight = None
     kept = grad_output.contiguous()
     if mask[1]:

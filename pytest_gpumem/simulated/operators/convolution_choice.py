@@ -1,6 +1,6 @@
 """Convolution: the choice of a kernel by ATen on CUDA, and the kernels without cuDNN.
 
-These make columns of one sample, and products of matrices for each.
+These make columns of one sample at a time, and multiply matrices.
 
 Source: aten/src/ATen/native/Convolution.cpp (_select_conv_backend, ConvParams), ConvUtils.h
 (cudnn_conv_suggest_memory_format), cuda/ConvolutionMM2d.cu (slow_conv2d_forward,
@@ -43,11 +43,11 @@ class Parameters:
 
     @property
     def dilated(self) -> bool:
-        """Whether any dimension is."""
+        """Whether any dimension is dilated."""
         return any(step != 1 for step in self.dilation)
 
     def output_shape(self, input: Sequence[int], weight: Sequence[int]) -> tuple[int, ...]:
-        """conv_output_size, or conv_input_size where transposed."""
+        """Return conv_output_size, or conv_input_size if transposed."""
         spatial = []
         for at, size in enumerate(input[2:]):
             reach = self.dilation[at] * (weight[at + 2] - 1)
@@ -61,7 +61,7 @@ class Parameters:
 
 
 def kernel_of(gpu: GPU, parameters: Parameters, input: Tensor, weight: Tensor) -> str:
-    """_select_conv_backend for CUDA tensors."""
+    """Return the kernel that _select_conv_backend chooses for CUDA tensors."""
     is_for_cudnn = _is_for_cudnn(gpu, parameters, input, weight)
     depthwise = (
         not parameters.transposed
@@ -119,7 +119,7 @@ def _is_half_depthwise(gpu: GPU, parameters: Parameters, input: Tensor, weight: 
 
 
 def common_format(one: Tensor, other: Tensor) -> torch.memory_format:
-    """cudnn_conv_suggest_memory_format: channels last if either operand is."""
+    """Return cudnn_conv_suggest_memory_format: channels last if either operand is."""
     if torch.float64 in (one.dtype, other.dtype):
         return CONTIGUOUS
     found = suggested_format(one)
@@ -127,7 +127,7 @@ def common_format(one: Tensor, other: Tensor) -> torch.memory_format:
 
 
 def _suits_cudnn_depthwise(input: tuple[int, ...], stride: int, kernel: tuple[int, ...]) -> bool:
-    """check_cudnn_depthwise_workload_with_filter: where cuDNN's half kernel is the faster one."""
+    """Return check_cudnn_depthwise_workload_with_filter: whether cuDNN's half kernel is faster."""
     batch, channels, height, width = input
     if height == 1 and stride == 1:
         return True
@@ -205,7 +205,7 @@ class SlowConvolution:
     def _of_dilated(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> Gradients:
-        """All gradients of one sample after the other."""
+        """Return the gradients, computed sample by sample."""
         grad_input = input.new_empty(input.shape) if mask[0] else None
         grad_weight = weight.new_empty(weight.shape) if mask[1] else None
         grad_bias = weight.new_empty((weight.shape[0],)) if mask[2] else None
@@ -219,7 +219,7 @@ class SlowConvolution:
     def _of_transposed(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> Gradients:
-        """Each gradient has columns of its own."""
+        """Return the gradients, each with columns of its own."""
 
         def multiply() -> None:
             with Scratch(self.gpu, self._column_bytes(input, weight, grad_output.shape)):
@@ -239,7 +239,7 @@ class SlowConvolution:
             self.gpu.workspaces.gemm(self.gpu.stream)
 
     def _has_columns(self, input: Tensor, weight: Tensor) -> bool:
-        """Return whether patches are more than the input itself."""
+        """Return whether the columns differ from the input itself."""
         parameters = self.parameters
         return (
             math.prod(weight.shape[2:]) > 1
@@ -251,7 +251,7 @@ class SlowConvolution:
         )
 
     def _column_bytes(self, input: Tensor, weight: Tensor, shape: Sequence[int]) -> int:
-        """Return the patches of one sample; ``shape`` is that of the output."""
+        """Return the bytes of one sample's columns; ``shape`` is that of the output."""
         kernel = math.prod(weight.shape[2:])
         if self.parameters.transposed:
             return shape[1] * kernel * math.prod(input.shape[2:]) * input.element_size()

@@ -30,7 +30,7 @@ def radix_sort_pairs_bytes(
 ) -> int:
     """Return the bytes for sorting ``count`` pairs by the lowest ``bits`` bits of their keys.
 
-    ``value_bytes`` is 0 for keys alone. Keys of less than four bytes take a table per block before
+    ``value_bytes`` is 0 for keys only. Keys of less than four bytes take a table per block before
     compute capability 9.0, so their sort depends on ``sms``.
     """
     if count <= _tile(256, 19, key_bytes, value_bytes):
@@ -133,7 +133,7 @@ def alias_temporaries(*sizes: int) -> int:
 
 
 def bits_of(largest: int) -> int:
-    """Bits that hold keys up to ``largest``; at::cuda::cub::get_num_bits."""
+    """Return the bits that hold keys up to ``largest`` (at::cuda::cub::get_num_bits)."""
     return max(largest.bit_length(), 1)
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pytest_gpumem.simulated.operators.layout import round_up
 
 ATTENTION_BYTES = 256
-"""Workspace of attention, forward and backward, beside what cudnn-frontend sums: whatever the
-shape, mask, dropout and type on an H100 with cuDNN 9.19."""
+"""Workspace of attention, forward and backward, besides cudnn-frontend's sums: for any shape, mask,
+dropout and type on an H100 with cuDNN 9.19."""
 
 FORWARD, INPUT, WEIGHT = "forward", "backward for the input", "backward for the weight"
 """The results that a convolution can compute."""
@@ -34,7 +34,7 @@ _FEW = 4
 took nothing, four of float16 were transposed."""
 
 _DEEP = 512
-"""Input channels from which the way forward was seen to transpose its output too, in float32."""
+"""Input channels from which forward kernels were seen to transpose the output, too, in float32."""
 
 _FLOAT_BYTES = 4
 _TINY = 7
@@ -238,8 +238,8 @@ def convolution_bytes(convolution: Convolution) -> int:
       4 or 128 MiB on one GPU, whatever its size.
     - 3x3 over at most 64 channels of small images, forward and for the input: the weights and their
       4x4 tiles, padded to 8 channels by 32. Byte-exact in eight of ten recorded shapes.
-    - otherwise contiguous tensors are transposed for tensor cores: input and weights on the way
-      forward, of many channels the output too; all three on the way back. Fewer than four channels
+    - otherwise contiguous tensors are transposed for tensor cores: input and weights in forward, of
+      many channels the output, too; all three in backward. Fewer than four channels
       are left as they are. In a training step of VGG-19 with 300 images of
       86 x 86 pixels, on a GPU of 8 GB (the trace in the notebook of xMem's figures,
       Stone-ResearchLife/xMem 235b5abb), this is byte-exact for 12 of 16 convolutions forward (the
@@ -274,9 +274,9 @@ def convolution_bytes(convolution: Convolution) -> int:
 
 
 def _hopper_bytes(convolution: Convolution) -> int:
-    """Bytes on an H100, by what was seen of 1,244 convolutions (cuDNN 9.19, torch 2.11).
+    """Return bytes on an H100, by rules seen in 1,244 convolutions (cuDNN 9.19, torch 2.11).
 
-    They were 420 layers drawn at random, forward and both ways back, of which 29 % are float32
+    They were 420 layers drawn at random, forward and both gradients, of which 29 % are float32
     without TF32. The blocks of 7 in 10 are equal, of the rest many are low: partial sums of weights
     that are computed in several parts, and the plans by Fourier transforms that some float32 takes.
 
@@ -328,7 +328,7 @@ def _hopper_bytes(convolution: Convolution) -> int:
 
 
 def _transformed_bytes(convolution: Convolution) -> int:
-    """Tiles of 6x6, which a 3x3 kernel makes 4x4, of all images, and of the weights, in float32."""
+    """Return bytes of 6x6 tiles, made 4x4 by a 3x3 kernel, of images and weights, in float32."""
     batch, inputs, *sizes = convolution.input
     tiles = batch * math.prod(round_up(size, 4) // 4 for size in sizes)
     outputs = convolution.outputs
@@ -362,7 +362,7 @@ def _hopper_bytes_of_channels_last(convolution: Convolution) -> int:
 def _vectors(convolution: Convolution) -> tuple[int, int, int]:
     """Return the bytes of copies of input, weights and output; none of weights of one pixel.
 
-    Tensor cores take halves in whole vectors of channels.
+    Tensor cores read halves in whole vectors of channels.
     """
     inputs, outputs = convolution.inputs, convolution.outputs
     sizes = convolution.input_bytes, convolution.weight_bytes, convolution.output_bytes
@@ -374,12 +374,12 @@ def _vectors(convolution: Convolution) -> tuple[int, int, int]:
 
 
 def _half_bytes(convolution: Convolution) -> int:
-    """Copies of all operands: the kernels for halves read and write channels last, none else.
+    """Return bytes of copies of all operands: kernels for halves read and write channels last only.
 
     Among those for TF32 are some that write a contiguous output (cuDNN calls them
     ``nhwckrsc_nchw``), which is why float32 does without its copy below ``_DEEP`` channels; those
     for float16 and bfloat16 are all ``nhwckrsc_nhwc``. From pytorch#123533: 256 channels of one
-    image of 2048 x 1024 to 2176 pixels. Not made from, and equal: the bytes of a 3-d convolution
+    image of 2048 x 1024 to 2176 pixels. Not used, and equal: the bytes of a 3-d convolution
     (pytorch#95024: 64 to 32 channels, 12,874,233,344), and allocated and reserved memory of an
     autoencoder in 18 sizes (invoke-ai/InvokeAI#9305: 96 to 384 channels in two and three dims;
     reserved memory also shows that its first layer, of 3 channels, took nothing).

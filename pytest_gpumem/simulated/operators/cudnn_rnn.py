@@ -4,7 +4,7 @@ PyTorch asks cudnnGetRNNTempSpaceSizes for both. No source tells them: they were
 layers on an H100 (torch 2.11, cuDNN 9.19, CUDA 13.0), drawn at random: LSTM, GRU and RNN of 8 to
 1024 numbers, one to three layers, one or both directions, projected, packed, with dropout, float32,
 float16 and bfloat16, up to 257 steps of 128 sequences. All 160 workspaces of inference and all
-reserves are exact, and 159 workspaces of training. Not made from: the nine of a benchmark, all
+reserves are exact, and 159 workspaces of training. Not used for this: the nine of a benchmark, all
 exact; and 144 tiny ones of PyTorch's module samples, of two or three numbers, of which 94 are exact
 and the others less than 65 bytes off. The reserves of cuDNN 6 in pytorch#2895 are these without the
 256 bytes. Of 312 more of 192 numbers, by which two limits below were found, 273 are exact: off
@@ -38,7 +38,7 @@ _WAVE = 16
 _LONG = 256
 """Steps above which the forward kernel of one direction holds the gates of one layer less."""
 _SMALL, _SMALL_RNN_FLOAT32 = 192, 256
-"""Numbers of a state up to which the kernels for small ones run; of the first, 256 is above it."""
+"""Most numbers of a state for which the small kernels run; for the first, 256 is too many."""
 
 
 class _Cell(NamedTuple):
@@ -102,7 +102,7 @@ class Recurrent:
 
     @property
     def output(self) -> int:
-        """Numbers that one direction puts out at a step."""
+        """Numbers of one direction's output at a step."""
         return self.projected or self.hidden
 
     @property
@@ -154,7 +154,7 @@ def workspace_bytes(call: Recurrent) -> int:
 
 
 def _matrices(call: Recurrent) -> int:
-    """Elements of all matrices: those of the input, of the state, and projections."""
+    """Return the elements of all matrices: those of the input, of the state, and projections."""
     above = call.directions * call.output
     columns = call.input + (call.layers - 1) * above + call.layers * call.output
     projections = call.layers * call.projected
@@ -162,7 +162,7 @@ def _matrices(call: Recurrent) -> int:
 
 
 def _copied(call: Recurrent) -> int:
-    """Padded sequences in and out, and their states: the first of them, the projected, and all."""
+    """Return bytes of padded sequences in and out, and of states: the first, projected, and all."""
     if call.is_packed:
         return 0
     states = call.pseudo_layers * call.batch
@@ -172,7 +172,7 @@ def _copied(call: Recurrent) -> int:
 
 
 def _states(call: Recurrent, each: int) -> int:
-    """States of one step; of both directions more."""
+    """Return the states of one step; both directions have more."""
     if call.directions == 2:
         each += 1 if call.is_small else 2
     return each * call.pseudo_layers

@@ -41,7 +41,7 @@ def _orgqr(rows: int, columns: int, size: int) -> int | None:
 
 
 def _gesvdj(rows: int, columns: int, size: int) -> int | None:
-    """One of another shape than a square is reflected first."""
+    """Return the workspace; a matrix that is not square is reflected first."""
     least = min(rows, columns)
     if rows == columns or max(rows, columns) > 512:
         return None

@@ -183,7 +183,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
         raise UnsupportedOperatorError(
             f"{name} at {callers_line()} is given tensors of the CPU, and is described for a "
-            f"simulated GPU alone"
+            f"simulated GPU only"
         )
 
     return refuse
@@ -251,7 +251,7 @@ def base_function(kernel: Any) -> Any:
 
 
 def path_of(function: Any) -> str:
-    """``module.name`` of a function."""
+    """Return ``module.name`` of a function."""
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
     return f"{module}.{name}" if module else str(name)
@@ -333,7 +333,7 @@ def _of_object(found: Any, owner: Any, name: str, shown: str) -> Callable[[Descr
 
 
 def _resolve(path: str) -> tuple[Any, str, Any]:
-    """Return the owner, last name and value of a dotted path, imported as far as it is modules."""
+    """Return the owner, last name and value of a dotted path, whose modules are imported."""
     parts = path.split(".")
     value, module = None, ""
     for count in range(1, len(parts)):

@@ -48,7 +48,7 @@ def _before_backward(
     mode: int | None = None,
     sparse: bool = False,
 ) -> Scratch:
-    """Sort the indices, with where they were; count them, too, to scale by their frequency."""
+    """Allocate to sort the indices with their places, and to count them for their frequency."""
     scratch = Scratch(gpu, *copied(indices if mode is None else None, grad_output, grad))
     if not _sums_rows(indices, scale_grad_by_freq, mode, sparse):
         return scratch
@@ -76,7 +76,7 @@ def _after_backward(
     mode: int | None = None,
     sparse: bool = False,
 ) -> None:
-    """embedding_backward_cuda_kernel: sums of up to ten rows, then sums of those."""
+    """Allocate for embedding_backward_cuda_kernel: sums of up to ten rows, then sums of those."""
     if not _sums_rows(indices, scale_grad_by_freq, mode, sparse):
         return
     count, element = indices.numel(), indices.element_size()
@@ -124,7 +124,7 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
 
 
 def _in_a_row(gpu: GPU, indices: Tensor) -> Scratch | None:
-    """embedding (native/Embedding.cpp): ``index_select`` by ``indices.reshape(-1)``."""
+    """Copy indices for ``index_select`` by ``indices.reshape(-1)`` (native/Embedding.cpp)."""
     return Scratch(gpu, *copied(indices)) if indices.dim() != 1 else None
 
 

@@ -1,10 +1,10 @@
-"""Attention as other code than ``scaled_dot_product_attention`` calls it.
+"""Attention that other operators than ``scaled_dot_product_attention`` call.
 
 The fast path of nn.TransformerEncoderLayer and nn.MultiheadAttention without gradients: where flash
 or the memory-efficient kernel can run, without a mask, and no weights are wanted, it is made of
 ordinary operators; else it has kernels of its own (masked_softmax of attention.cpp). xformers and
-nested tensors call the kernels with (batch, length, heads, size), or with sequences of several
-lengths one behind the other.
+nested tensors call the kernels with (batch, length, heads, size), or with concatenated sequences of
+several lengths.
 
 Source: aten/src/ATen/native/transformers/cuda/attention.cu (native_multi_head_attention_cuda,
 _flash_attention_forward, _efficient_attention_forward), attention_backward.cu and
@@ -161,7 +161,7 @@ def _gradients(
     bias_requires_grad: bool,
     shared_storage_dqdkdv: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Contiguous ones: torch's shapes leave out an argument (2.13)."""
+    """Return contiguous gradients: torch's shape function lacks an argument (2.13)."""
     if shared_storage_dqdkdv:
         shape = (*query.shape[:-2], 3, *query.shape[-2:])
         made = list(raw.empty(shape, dtype=query.dtype, device=META).unbind(-3))

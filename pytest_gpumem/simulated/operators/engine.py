@@ -1,6 +1,6 @@
 """In-place operations of autograd's engine and formulas on a GPU.
 
-Under a dispatch mode, and for ``meta`` tensors, they take out-of-place roads meant for tensor
+Under a dispatch mode, and for ``meta`` tensors, they take out-of-place paths meant for tensor
 subclasses. Each entry recognises one of these calls and names the in-place operator that CUDA runs.
 
 Source: torch/csrc/autograd/input_buffer.cpp (accumulate, can_accumulate_inplace),
@@ -8,7 +8,7 @@ FunctionsManual.cpp and aten/src/ATen/native/ReduceOps.cpp, TensorAdvancedIndexi
 (every use of areAnyTensorSubclassLike and isTensorSubclassLike), torch 2.6 to 2.15.
 
 Running torch's own samples of every differentiable operator (torch.testing._internal.opinfo) with a
-dispatch mode and without shows the same list on 2.13. Beside it there are only formulas that go by
+dispatch mode and without shows the same list on 2.13. Besides, only formulas differ that depend on
 values, as those of ``prod`` and of ``masked_fill`` with a tensor, and of decompositions (eig, eigh,
 householder_product, ormqr, matrix_exp): these stay as they are.
 """
@@ -39,7 +39,7 @@ _ENGINE_RUNS = graph._engine_run_backward.__code__
 
 
 def in_formula(caller: FrameType | None) -> bool:
-    """Return whether the engine, or a C++ formula of its, made the call from frame ``caller``.
+    """Return whether the engine, or one of its C++ formulas, made the call from frame ``caller``.
 
     Python in between (custom functions, hooks, checkpointing) leaves a frame of its own.
     """
@@ -71,7 +71,7 @@ class _Count(TorchDispatchMode):
 
 @cache
 def references_of_sole_owner() -> tuple[int, int]:
-    """Return the references to a tensor, and to its storage, of the engine's buffer by itself.
+    """Return the references to a tensor, and to its storage, if only the engine's buffer has it.
 
     They depend on how torch wraps tensors for Python, so they are measured, not written down: once,
     when a simulation begins. A backward pass starts the engine's threads, and a process that has
@@ -165,7 +165,7 @@ def _product(args: Args, node: str) -> OpOverload | None:
     running: Any = torch._C._current_autograd_node()
     pos_weight = running._saved_pos_weight
     if pos_weight is not None:
-        # By the input: of its own result, but of pos_weight itself.
+        # torch multiplies its own results in place, but never pos_weight.
         is_weight = _storage(pos_weight) == _storage(args[0])
         return None if is_weight else _aten.mul_.Tensor
     # By the input: times the gradient, times the weight. By the target: a product of its own first.
@@ -219,7 +219,7 @@ def with_cuda_sums(given: Tensor, kwargs: Kwargs, node: str) -> dict[str, Any]:
 
 
 def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> Tensor:
-    """``aten::cumprod_backward`` (ReduceOps.cpp) of an input in which no element is zero."""
+    """Run ``aten::cumprod_backward`` (ReduceOps.cpp) for an input in which no element is zero."""
     if input.numel() <= 1 or input.shape[dim] == 1:
         return grad
     weighted = output.conj() * grad
@@ -234,4 +234,4 @@ def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> T
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.cumprod_backward.default": cumprod_backward}
-"""By overload: formulas that look at values, and for tensor subclasses take a road of their own."""
+"""By overload: formulas that look at values, and have another path for tensor subclasses."""

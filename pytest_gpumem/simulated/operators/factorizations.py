@@ -1,7 +1,7 @@
-"""Factors, eigenvalues and singular values of matrices: what torch takes besides its results.
+"""Factors, eigenvalues and singular values of matrices: allocations besides the results.
 
 Copies that the library overwrites, pivots, permutations, arrays of pointers to the matrices of a
-batch, and codes of errors, which are looked at afterwards. MAGMA, which factorizes some batches up
+batch, and error codes, which are checked afterwards. MAGMA, which factorizes some batches up
 to 2.13, and finds the eigenvalues of general matrices in 2.6, keeps its arrays on the host.
 
 Source: aten/src/ATen/native/BatchLinearAlgebra.cpp (the ``_out`` function of each operator) and
@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, bo
 _aten = torch.ops.aten
 
 CODE = 4
-"""Bytes of an error, and of a pivot."""
+"""Bytes of an error code, and of a pivot."""
 
 
 def count_of(matrices: Tensor) -> int:
@@ -35,24 +35,24 @@ def count_of(matrices: Tensor) -> int:
 
 
 def is_by_columns(matrices: Tensor) -> bool:
-    """Return whether a library reads them as they are."""
+    """Return whether matrices are stored by columns, as libraries read them."""
     return matrices.mT.is_contiguous()
 
 
 def pointers(gpu: GPU, *matrices: Tensor) -> None:
-    """Take lists of pointers to the matrices of batches, for a call of cuBLAS."""
+    """Allocate lists of pointers to the matrices of batches, for a call of cuBLAS."""
     sizes = [count_of(each) * INDEX_BYTES if each.shape[-2:].numel() else 0 for each in matrices]
     with Scratch(gpu, *sizes):
         gpu.workspaces.gemm(gpu.stream)
 
 
 def check_errors(gpu: GPU, count: int) -> None:
-    """_linalg_check_errors: whether any code is not zero; a single one is made a flag first."""
+    """Allocate for _linalg_check_errors, which makes a single code a flag first."""
     borrow(gpu, *[1, 1] if count == 1 else [1])
 
 
 def _solve(gpu: GPU, operator: str, routine: str, A: Tensor, times: int = 1) -> None:
-    """:func:`solve_with` of matrices like those of ``A``."""
+    """Call :func:`solve_with` for matrices like those of ``A``."""
     rows, columns = A.shape[-2:]
     solve_with(gpu, operator, routine, rows, columns, A.element_size(), times)
 
@@ -84,7 +84,7 @@ def _is_batch_of_cublas(gpu: GPU, A: Tensor) -> bool:
 
 
 def factorize(gpu: GPU, A: Tensor, operator: str, *, pivot: bool = True) -> None:
-    """linalg_lu_factor_ex into results that are there, for ``operator``."""
+    """Allocate for linalg_lu_factor_ex into existing results, for ``operator``."""
     if not A.numel():
         return
     count, (rows, columns) = count_of(A), A.shape[-2:]
@@ -100,7 +100,7 @@ def factorize(gpu: GPU, A: Tensor, operator: str, *, pivot: bool = True) -> None
 
 
 def permutation(scratch: Scratch, count: int, rows: int) -> None:
-    """Take the places of rows that pivots are made to, in a batch a row first."""
+    """Allocate the permutation that pivots are converted to, in a batch a single row first."""
     row = scratch.take(rows * INDEX_BYTES)
     if count > 1:
         scratch.take(count * rows * INDEX_BYTES)
@@ -113,9 +113,9 @@ def _unpacked(gpu: GPU, LU_data: Tensor, unpack_pivots: bool) -> None:
 
 
 def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
-    """Both factors in a copy by columns, which then are taken apart (linalg_lu_out)."""
+    """Allocate both factors in a copy by columns, and take them apart (linalg_lu_out)."""
     count, least = count_of(A), min(A.shape[-2:])
-    # Where that is the same by rows, they are in the result.
+    # A copy that is the same by rows is in the result.
     both = Scratch(gpu, A.nbytes if A.shape[-2:] != (1, 1) else 0)
     with Scratch(gpu, count * least * CODE, count * CODE):
         factorize(gpu, A, "linalg_lu", pivot=pivot)
@@ -136,7 +136,7 @@ def _symmetric_factors(gpu: GPU, self: Tensor) -> None:
 
 
 def _cholesky_at_once(gpu: GPU, self: Tensor) -> None:
-    """The operator of its own that ``torch.cholesky`` calls up to 2.13."""
+    """Allocate for the operator that only ``torch.cholesky`` calls, up to 2.13."""
     if self.numel():
         with Scratch(gpu, count_of(self) * CODE):
             _cholesky(gpu, self)
@@ -147,7 +147,7 @@ def _cholesky_at_once(gpu: GPU, self: Tensor) -> None:
 
 
 def reflect(gpu: GPU, A: Tensor, scales: Tensor, operator: str) -> None:
-    """geqrf_kernel: small matrices by cuBLAS at once, others by cuSOLVER, which has a code."""
+    """Allocate for geqrf_kernel: cuBLAS for small matrices, else cuSOLVER, with a code."""
     rows = A.shape[-2]
     if rows <= 256 and count_of(A) >= max(2, rows // 16):
         pointers(gpu, A, scales.unsqueeze(-1))
@@ -157,7 +157,7 @@ def reflect(gpu: GPU, A: Tensor, scales: Tensor, operator: str) -> None:
 
 
 def _made_of_reflections(gpu: GPU, operator: str, Q: Tensor, reflections: int) -> None:
-    """apply_orgqr, into ``Q``."""
+    """Allocate for apply_orgqr, into ``Q``."""
     with Scratch(gpu, CODE):
         if Q.shape[-1] == reflections:
             _solve(gpu, operator, "orgqr", Q, count_of(Q))
@@ -198,7 +198,7 @@ _SMALL = 32
 def decompose(
     gpu: GPU, A: Tensor, *, full: bool, compute_uv: bool, driver: str | None = None
 ) -> None:
-    """_linalg_svd into results that are there: the input is overwritten, codes are looked at."""
+    """Allocate for _linalg_svd into existing results: a copy is overwritten, codes are checked."""
     if not A.numel():
         return
     count, (rows, columns), size = count_of(A), A.shape[-2:], A.element_size()
@@ -253,7 +253,7 @@ def _symmetric(gpu: GPU, A: Tensor, compute_v: bool) -> None:
 
 
 def _is_finite(gpu: GPU, self: Tensor) -> None:
-    """isfinite() of a matrix, of complex ones by parts, and all()."""
+    """Allocate for isfinite() of a matrix, of complex ones by parts, and all()."""
     flags = self.numel()
     absolute = flags * self.element_size() // (2 if self.is_complex() else 1)
     scratch = Scratch(gpu)
@@ -273,7 +273,7 @@ _ON_DEVICE = (2, 10)
 def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> Iterator[Tensor]:
     """Yield the results, which are copied from others of the same size (linalg_eig_out_info).
 
-    Real matrices have real vectors first, and the parts of values. MAGMA has all that on the host.
+    Real matrices have real vectors first, and the parts of values. MAGMA has these on the host.
     """
     if gpu.version < _ON_DEVICE:
         yield values
@@ -313,7 +313,7 @@ def _eigenvalues(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
 
 
 def _keeps_vectors(matrices: Tensor) -> bool:
-    """Return whether values alone have a gradient, which takes vectors; on ``meta`` all do."""
+    """Return whether a gradient of the values needs vectors; on ``meta`` they are always made."""
     return matrices.requires_grad and torch.is_grad_enabled()
 
 

@@ -35,7 +35,7 @@ _LEAST_REPEAT_SINCE = (2, 15)
 
 
 def _converted(scratch: Scratch, given: list[Tensor]) -> Scratch:
-    """make_info: indices from the CPU, and 32-bit ones, become 64-bit ones on the device."""
+    """Allocate as make_info: indices of the CPU or of 32 bits become 64-bit ones on the device."""
     if not given or any(index.dtype in _FLAGS for index in given):
         return scratch
     count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
@@ -50,7 +50,7 @@ def _converted(scratch: Scratch, given: list[Tensor]) -> Scratch:
 
 
 def _in_step(scratch: Scratch, given: list[Tensor]) -> None:
-    """AdvancedIndex: indices that are broadcast otherwise than each other become contiguous."""
+    """Allocate as AdvancedIndex: indices that are broadcast differently become contiguous."""
     if len(given) < 2:
         return
     shape = torch.broadcast_shapes(*(index.shape for index in given))
@@ -73,7 +73,7 @@ def _in_step(scratch: Scratch, given: list[Tensor]) -> None:
 def _given(gpu: GPU, indices: _Indices) -> list[Tensor]:
     given = [index for index in indices if index is not None]
     for index in given:
-        # A list of numbers has become a tensor on the indexed tensor's device, out of sight.
+        # A list of numbers became a tensor on the indexed tensor's device, unseen by the mode.
         if not _on_cpu(index):
             gpu.simulation.storages.track(index, gpu)
     return given
@@ -133,9 +133,9 @@ def _put_sorted(
     accumulate: bool,
     are_checked: bool = True,
 ) -> None:
-    """index_put_with_sort_kernel, allocation by allocation."""
+    """Allocate as index_put_with_sort_kernel does, step by step."""
     given = _given(gpu, indices)
-    # Which elements a mask selects is not known, nor then how many indices there are.
+    # It is not known which elements a mask selects, and so not how many indices there are.
     if not given or any(index.dtype in _FLAGS for index in given):
         return
     if not _is_sorted(values, accumulate):
@@ -152,7 +152,7 @@ def _put_sorted(
     for at, index in enumerate(given):
         if are_checked and count and not _on_cpu(index):
             _check(gpu, count, is_copied=index.shape != shape or not index.is_contiguous())
-        # An index on the CPU is wrapped and scaled there, and comes to the device after.
+        # An index on the CPU is wrapped and scaled there, and then copied to the device.
         wrapped = 0 if _on_cpu(index) else scratch.take(count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
         scratch.drop(wrapped, *[scaled] * bool(at))
@@ -172,7 +172,7 @@ def _put_sorted(
 
 
 def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
-    """wrapIndexOnce: the extremes of an index are compared with the size."""
+    """Allocate as wrapIndexOnce: the extremes of an index are compared with the size."""
     both = gpu.version >= BOTH_EXTREMES_SINCE
     for comparisons in (2,) if both else (1, 1):
         kind = reductions.TWO_VALUES if both else reductions.VALUES
@@ -204,7 +204,7 @@ def _place_set(gpu: GPU, self: Tensor) -> None:
 
 
 def _scattered_by_mask(gpu: GPU, result: Tensor, mask: Tensor, source: Tensor) -> None:
-    """masked_scatter__cuda (cuda/IndexKernel.cpp): how many are set before each element."""
+    """Allocate for masked_scatter__cuda (cuda/IndexKernel.cpp): how many are set before each."""
     count = result.numel()
     if not count:
         return
@@ -215,7 +215,7 @@ def _scattered_by_mask(gpu: GPU, result: Tensor, mask: Tensor, source: Tensor) -
 
 
 def _before_repeats(gpu: GPU, repeats: Tensor, output_size: int | None) -> Scratch | None:
-    """repeat_interleave_common (native/Repeat.h): the ends of the repeated elements."""
+    """Allocate for repeat_interleave_common (native/Repeat.h): the ends of repeated elements."""
     count = repeats.numel()
     if not count:
         return None
@@ -235,7 +235,7 @@ def _before_repeats(gpu: GPU, repeats: Tensor, output_size: int | None) -> Scrat
 
 
 def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:
-    """Allocate for adding up ones like the source where it went; nothing is divided by zero."""
+    """Allocate ones like the source, the counts that they add up to, and a mask of zero counts."""
     if reduce != "mean" or not src.numel():
         return
     borrow(gpu, src.nbytes, result.nbytes, result.numel())
@@ -264,7 +264,7 @@ def _segments(
     data: Tensor,
     grad: Tensor | None = None,
 ) -> None:
-    """The other of lengths and offsets, along the last dimension; CUB reduces those of a row."""
+    """Allocate lengths or offsets, whichever is not given; CUB reduces the segments of a row."""
     of_a_row = grad is None and data.dim() == 1
     if lengths is None:
         if offsets is not None:
@@ -292,7 +292,7 @@ def _unfold_backward(
 
 
 def one_hot(self: Tensor, num_classes: int) -> Tensor:
-    """``aten::one_hot`` (native/Onehot.cpp): ones are scattered into zeros, unlike on ``meta``."""
+    """Run ``aten::one_hot`` (native/Onehot.cpp), which scatters into zeros, unlike on ``meta``."""
     if self.dtype != torch.int64 or not self.numel() or num_classes < -1 or num_classes == 0:
         return decompose(_aten.one_hot.default, self, num_classes)
     if num_classes == -1:

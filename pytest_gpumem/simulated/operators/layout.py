@@ -23,7 +23,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
-    """``TensorImpl::suggest_memory_format`` (c10/core/MemoryFormat.h), any version."""
+    """Return ``TensorImpl::suggest_memory_format`` (c10/core/MemoryFormat.h), for any version."""
     if tensor.dim() in _LAST and is_channels_last(tensor.shape, tensor.stride()):
         return _LAST[tensor.dim()]
     return torch.contiguous_format

@@ -23,7 +23,7 @@ _DIMS_AT_ONCE = 3
 
 
 def leave_out(gpu: GPU, operator: str, library: str = "cuSOLVER") -> None:
-    """Note that the workspace of ``library`` is in no number."""
+    """Note that the workspace of ``library`` is not counted."""
     gpu.simulation.note(left_out_note(library, operator))
 
 
@@ -61,7 +61,7 @@ _Layout = tuple[Sequence[int], Sequence[int]]
 def _transformed(
     gpu: GPU, given: _Layout, dims: Sequence[int], dtype: torch.dtype, last: int | None = None
 ) -> _Layout:
-    """One call of the library on a tensor of ``dtype``; returns the layout of the result.
+    """Allocate for one call of the library on a tensor of ``dtype``; return the result's layout.
 
     It copies its input where batches are no single dim or where strides cannot be an embedding.
     """
@@ -70,7 +70,7 @@ def _transformed(
     batches = _batches(given, dims)
     batch, step = _collapsed([sizes[dim] for dim in batches], [strides[dim] for dim in batches])
     transformed = [strides[dim] for dim in dims]
-    # Of values to fewer values the library counts the longer side.
+    # From more values to fewer, the library counts the longer side.
     counted = [max(sizes[dim], made[0][dim]) for dim in dims]
     is_half = dtype in (torch.float16, torch.complex32)
     if is_half and any(size & (size - 1) for size in counted):
@@ -146,7 +146,7 @@ def _in_parts(layout: _Layout, dims: Sequence[int]) -> Iterator[tuple[_Layout, l
 def _between(
     gpu: GPU, layout: _Layout, dims: Sequence[int], dtype: torch.dtype, *, is_given: bool
 ) -> None:
-    """Transform complex values to and fro between two tensors.
+    """Allocate to transform complex values back and forth between two tensors.
 
     The first is ``is_given`` where it may not be written, so that a second result is taken.
     """
@@ -173,7 +173,7 @@ def _empty(layout: _Layout, dtype: torch.dtype) -> Tensor:
 
 
 def _is_at_once(dim: Sequence[int]) -> bool:
-    """use_optimized_cufft_path."""
+    """Return use_optimized_cufft_path."""
     return len(dim) <= _DIMS_AT_ONCE and (len(dim) < 2 or tuple(dim[:2]) != (0, 1))
 
 
@@ -189,7 +189,7 @@ def _complex_shape(self: Tensor, dim: Sequence[int]) -> Tensor:
 
 
 def _promoted(self: Tensor) -> torch.dtype:
-    """promote_type_fft (native/SpectralOps.cpp): since 2.15 CUDA takes bfloat16, as float32."""
+    """Return promote_type_fft (native/SpectralOps.cpp): since 2.15 bfloat16 runs as float32."""
     return torch.float32 if self.dtype is torch.bfloat16 else self.dtype
 
 

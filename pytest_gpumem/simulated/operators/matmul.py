@@ -1,4 +1,4 @@
-"""Matrix products: copies of operands that cuBLAS cannot read, and the library handle they take.
+"""Matrix products: copies of operands that cuBLAS cannot read, and workspaces of library handles.
 
 Source: aten/src/ATen/native/cuda/Blas.cpp (addmm_out_cuda_impl and its gemm_and_bias condition,
 bmm_out_cuda_impl, prepare_batch_matrix_for_cublas), cuBlasCommonArgs.h (prepare_matrix_for_cublas),
@@ -8,7 +8,7 @@ Products of groups of matrices (mixtures of experts): Blas.cpp (2.6 to 2.9) and 
 (since 2.10): _grouped_mm_cuda, _scaled_grouped_mm_cuda;
 native/GroupedMMUtils.h (create_grouped_gemm_output_tensor, _grouped_mm_fallback);
 native/cuda/GroupMM.cu (bf16bf16_grouped_gemm_impl_sm90_sm100), ScaledGroupMM.cu. Torch 2.8 has the
-fast kernel alone, for compute capability 9; since 2.9 there is one for 10 too, and everything else
+fast kernel only, for compute capability 9; since 2.9 there is one for 10 too, and everything else
 is multiplied group by group by cuBLAS.
 """
 
@@ -78,7 +78,7 @@ def _multiply(gpu: GPU, copied: Sequence[int], *, by_lt: bool = False) -> None:
 
 
 def _readable(matrix: Tensor, result_is_transposed: bool) -> bool:
-    """prepare_matrix_for_cublas, which has the conjugate of a transposed matrix alone."""
+    """Return whether prepare_matrix_for_cublas copies nothing; a conjugate has to be transposed."""
     rows, columns = matrix.shape
     down, across = matrix.stride()
     is_row_major = across == 1 and down >= max(1, columns)
@@ -109,8 +109,8 @@ _OUTER_PRODUCT_SINCE = (2, 12)
 """Since this release ``bmm`` with one element a row is a Triton kernel (torch/_native/ops/
 bmm_outer_product/triton_impl.py), which takes no workspace."""
 _HAS_TRITON = torch.version.cuda is None or find_spec("triton") is not None
-"""A CUDA build multiplies by cuBLAS where Triton is not installed; a CPU build stands for the wheel
-of Linux, which brings it."""
+"""A CUDA build multiplies by cuBLAS if Triton is not installed; a CPU build stands for the wheel of
+Linux, which installs it."""
 
 
 def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
@@ -129,7 +129,7 @@ def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
 
 
 def _batch_readable(fast: int, leading: int, matrix: Tensor, along: int, other: int) -> bool:
-    """prepare_batch_matrix_for_cublas, which conjugates transposed matrices as it reads them."""
+    """Return whether prepare_batch_matrix_for_cublas copies nothing, as a transposed conjugate."""
     strides = matrix.stride()
     if strides[fast] == 1 and strides[leading] >= max(1, along):
         return not matrix.is_conj()
@@ -149,7 +149,7 @@ def _bias_in_epilogue(
     *,
     activates: bool = False,
 ) -> bool:
-    """isInputCompliesAddmmCudaLt, and before 2.10 addmm_out_cuda_impl (Blas.cpp).
+    """Return isInputCompliesAddmmCudaLt, before 2.10 that of addmm_out_cuda_impl (Blas.cpp).
 
     The CUDA wheels of 2.6 to 2.15 decide alike on the dry device, and an H100 with 2.11.
     """
@@ -168,7 +168,7 @@ def _bias_in_epilogue(
 
 
 def _mv(gpu: GPU, self: Tensor, vec: Tensor, result: Tensor, mat: Tensor | None = None) -> None:
-    """addmv_out_cuda: gemv reads no vector of one number, and no matrix with gaps in both dims."""
+    """Allocate for addmv_out_cuda: gemv reads no vector of one number, no matrix with two gaps."""
     matrix = self if mat is None else mat
     if not result.numel() or not vec.numel():
         return
@@ -188,7 +188,7 @@ _DESCRIPTOR = 128
 def _shapes(
     gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """create_grouped_gemm_output_tensor, of arguments that CUDA accepts."""
+    """Return create_grouped_gemm_output_tensor, for arguments that CUDA accepts."""
     if gpu.version < (2, 9) and gpu.model.compute_capability[0] != 9:
         refuse(gpu, "_grouped_mm", "= 9.0")
     is_flat = self.dim() == mat2.dim() == 2
@@ -242,8 +242,8 @@ def _scaled_fast(gpu: GPU, self: Tensor, mat2: Tensor, scale_a: Any, offs: Tenso
 
 
 _OF_BLOCKS = (*[8] * 8, 16, 16, 12, 4, 4)
-"""Bytes for each group, of what a product with scales of blocks is told (MSLK): pointers and
-strides, layouts of scales, sizes and two numbers."""
+"""Bytes for each group, of arguments of a product with block scales (MSLK): pointers and strides,
+layouts of scales, sizes and two numbers."""
 
 
 def _arguments(groups: int, pointers: int) -> int:
@@ -258,7 +258,7 @@ def _groups(self: Tensor, mat2: Tensor, offs: Tensor | None) -> int:
 
 
 def _by_cutlass(gpu: GPU, arguments: int, by_sm: int) -> None:
-    """One kernel, and what each SM has: as CUTLASS says on the dry device of an H100 and a B200."""
+    """Allocate per kernel and per SM as CUTLASS does on the dry device of an H100 and a B200."""
     taken = Scratch(gpu, arguments)
     taken.estimate(by_sm * gpu.model.sm_count, "CUTLASS", "a grouped product")
 

@@ -1,7 +1,7 @@
 """Functions of matrices that torch's own code builds from other operators.
 
-Exponentials are Taylor polynomials, of a degree that the norm of a single matrix says; those of a
-batch are all scaled, so that one degree does, and squared as often as their norms say.
+Exponentials are Taylor polynomials. The norm of a single matrix determines the degree; the matrices
+of a batch are scaled so that one degree suffices, and squared as often as their norms require.
 
 Source: aten/src/ATen/native/LinearAlgebra.cpp (mexp_impl and the functions that it calls,
 linalg_matrix_rank) and torch/csrc/autograd/FunctionsManual.cpp (linalg_eig_backward); the order of
@@ -34,7 +34,7 @@ _DOUBLE = (
 
 
 def matrix_exp(gpu: GPU, self: Tensor) -> Tensor:
-    """``aten::linalg_matrix_exp``: what it takes, by the norms of known values."""
+    """Run ``aten::linalg_matrix_exp``, with allocations by the norms of known values."""
     rows = self.shape[-1]
     if rows == 1:
         return self.exp()
@@ -62,7 +62,7 @@ def _of_degree(
 ) -> Tensor:
     """Return the exponential of a single matrix."""
     result = torch.empty_like(matrices)
-    place = _brought(matrices, 1, dtype=torch.int64)
+    place = _from_host(matrices, 1, dtype=torch.int64)
     chosen = matrices.index_select(0, place)
     fitting = zip(bounds, _POLYNOMIALS, strict=False)
     polynomial = next((each for bound, each in fitting if norms.item() <= bound), None)
@@ -73,7 +73,7 @@ def _of_degree(
     else:
         chosen_norm = norm.index_select(0, place)
         made = _squared(gpu, chosen, chosen_norm, norms, bounds[-1])
-        again = _brought(matrices, 1, dtype=torch.int64)
+        again = _from_host(matrices, 1, dtype=torch.int64)
         result.index_put_((again,), made)
         del again, made, chosen_norm
     del chosen, place
@@ -130,7 +130,7 @@ def _squared(gpu: GPU, matrices: Tensor, norm: Tensor, norms: Tensor, bound: flo
     return result
 
 
-# Polynomials: sums of powers and of products. Coefficients come from the host, and are not needed.
+# Polynomials: sums of powers and of products. The values of coefficients are not needed.
 
 
 _FACTORS = ((1, 1), (1, 2), (3, 3))
@@ -154,15 +154,15 @@ def _product(target: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return torch.bmm(one, other, out=target)
 
 
-def _brought(matrices: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers beside ``matrices``, by default real ones, copied from the host."""
+def _from_host(matrices: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers on the device of ``matrices``, by default real ones, copied from the host."""
     return torch.empty(shape, dtype=dtype or matrices.dtype.to_real(), device="cpu").to(
         matrices.device
     )
 
 
 def _sum_of(powers: Tensor) -> Tensor:
-    coefficients = _brought(powers, 1, len(powers))
+    coefficients = _from_host(powers, 1, len(powers))
     sums: Tensor = _aten._compute_linear_combination(powers, coefficients)
     return sums.squeeze(0)
 
@@ -195,8 +195,8 @@ def _degree_8(matrices: Tensor) -> Tensor:
 
 
 def _by_sums(matrices: Tensor, count: int) -> Tensor:
-    """Degree 12, of products of four sums of four powers, or 18, of five."""
-    coefficients = _brought(matrices, count, count)
+    """Return the polynomial of degree 12, of four sums of four powers, or of degree 18, of five."""
+    coefficients = _from_host(matrices, count, count)
     powers = _powers(matrices, count, count)
     sums = _aten._compute_linear_combination(powers, coefficients)
     sums[2].add_(_product(powers[0], sums[3], sums[3]))
@@ -217,7 +217,7 @@ _POLYNOMIALS: tuple[Callable[[Tensor], Tensor], ...] = (
 def matrix_rank(
     input: Tensor, atol: Tensor | float | None, rtol: Tensor | float | None, hermitian: bool
 ) -> Tensor:
-    """``aten::linalg_matrix_rank``, which writes to a result that it makes first."""
+    """Run ``aten::linalg_matrix_rank``, which writes to a result that it makes first."""
     result = torch.empty(input.shape[:-2], dtype=torch.int64, device=input.device)
     least = _bound(input, 0.0 if atol is None else atol)
     share = rtol
@@ -255,7 +255,7 @@ _VALUES = frozenset({"LinalgEigBackward0", "LinalgEighBackward0"})
 
 
 def diagonal_scatter(self: Tensor, src: Tensor, offset: int, dim1: int, dim2: int) -> Tensor:
-    """``aten::diagonal_scatter``, which gradients of values do in place."""
+    """Run ``aten::diagonal_scatter``, which gradients of eigenvalues do in place."""
     node = torch._C._current_autograd_node()
     in_place = node is not None and node.name() in _VALUES and not torch.is_grad_enabled()
     result = self if in_place else self.clone()

@@ -29,13 +29,13 @@ def _like_first(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _compressed(matrix: Tensor) -> Tensor:
-    """Half of the values, and which they are (cuSPARSELtOps.cpp: compression_factor)."""
+    """Return half of the values with their places (cuSPARSELtOps.cpp: compression_factor)."""
     rows, columns = matrix.shape
     return matrix.new_empty((rows, columns * (10 if matrix.itemsize == 1 else 9) // 16))
 
 
 def layer_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
-    """Contiguous."""
+    """Return contiguous gradients."""
     given = zip((input, *args[-3:-1]), args[-1], strict=True)
     first, *others = (
         _contiguous(tensor, tensor) if asked and tensor is not None else None
@@ -45,13 +45,13 @@ def layer_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
 
 
 def cudnn_batch_norm(input: Tensor, grad_output: Tensor, weight: Tensor, *args: Any) -> Gradients:
-    """As the input's format."""
+    """Return gradients in the input's format."""
     gradient = torch.empty_like(input, memory_format=suggested_format(input))
     return gradient, torch.empty_like(weight), torch.empty_like(weight)
 
 
 def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
-    """As the input's format."""
+    """Return gradients in the input's format."""
     gradient, *others = decompositions.native_batch_norm_backward(grad_out, input, *args)
     if gradient is not None:
         gradient = torch.empty_like(input, memory_format=suggested_format(input))
@@ -59,7 +59,7 @@ def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: list[int], *args: Any) -> Any:
-    """Contiguous, and a number of each row. With shapes, it has autograd's formula, as on CUDA."""
+    """Return a contiguous result and a number of each row, for which autograd has a formula."""
     inner = len(normalized_shape)
     rstd = input.new_empty(
         (*input.shape[: input.dim() - inner], *[1] * inner), dtype=accumulated(input.dtype)
@@ -72,7 +72,7 @@ def _contiguous(gradient: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> T
 
 
 def _binary(gradient: Tensor, input: Tensor, *args: Any) -> Tensor:
-    """As an operator of the two in this order."""
+    """Return a result like that of an operator of the two, in this order."""
     return torch.add(gradient, input)
 
 
@@ -82,11 +82,11 @@ def _unshuffled(image: Tensor, factor: int) -> Tensor:
 
 
 def log_softmax(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    """Contiguous."""
+    """Return a contiguous gradient."""
     return grad_output.new_empty(grad_output.shape, dtype=input_dtype)
 
 
-def _where_it_runs(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_traced(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     formula: Callable[..., Any] = getattr(decompositions, name)
 
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def _where_it_runs(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _LAYOUTS: dict[str, Callable[..., Any]] = {
-    name: _where_it_runs(name, kernel)
+    name: _unless_traced(name, kernel)
     for name, kernel in (
         ("native_layer_norm_backward", layer_norm),
         ("native_batch_norm_backward", batch_norm),
@@ -112,7 +112,7 @@ _LAYOUTS: dict[str, Callable[..., Any]] = {
         ("elu_backward", _like_first),
     )
 }
-"""Gradients whose layout is another on CUDA than in torch's formula, which ``meta`` runs.
+"""Gradients whose layout on CUDA differs from that of torch's formula, which ``meta`` runs.
 
 That formula has the layout of the gradient it is given, or of what it is multiplied by; CUDA's
 kernels allocate the result before. A compiler that traces sees the formula's, as it does on a GPU.

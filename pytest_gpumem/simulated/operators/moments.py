@@ -1,4 +1,4 @@
-"""Moments, norms, distances and powers: what is converted, complex numbers, parts of gradients.
+"""Moments, norms, distances and powers: conversions, complex numbers, parts of gradients.
 
 Source: aten/src/ATen/native/UnaryOps.cpp (unary_op_impl_with_complex_to_float_out, abs, angle),
 ReduceOps.cpp (std_var_out, std_var_mean_out), Pow.cpp (the meta function of pow.Tensor_Scalar,
@@ -23,12 +23,12 @@ from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 
 def _as_complex(gpu: GPU, self: Tensor) -> Scratch:
-    """The kernel's result is complex; its real part is copied."""
+    """Allocate the complex result of the kernel, of which the real part is copied."""
     return Scratch(gpu, self.nbytes if self.is_complex() else 0)
 
 
 def _moments(outputs: int, gpu: GPU, self: Tensor, dim: Over = None) -> Scratch | None:
-    """Compute ``outputs`` numbers of real and imaginary parts, each by itself."""
+    """Allocate for ``outputs`` numbers of the real, and then of the imaginary parts."""
     if not self.is_complex():
         return None
     scratch = Scratch(gpu)
@@ -50,7 +50,7 @@ def _real_moments(
 
 
 def _base(gpu: GPU, self: Tensor | complex, exponent: Tensor | complex) -> Scratch | None:
-    """A base is converted to the type of the power, unless it has that."""
+    """Allocate a base converted to the type of the power, if it has another one."""
     if not isinstance(self, Tensor) or isinstance(exponent, Tensor):
         return None
     common = torch.result_type(self, exponent)
@@ -58,7 +58,7 @@ def _base(gpu: GPU, self: Tensor | complex, exponent: Tensor | complex) -> Scrat
 
 
 def _number(gpu: GPU, self: Tensor | complex) -> None:
-    """A base that is a number becomes a tensor of its own type: 64-bit, or complex."""
+    """Allocate a base that is a number, as a tensor of its own type: 64-bit, or complex."""
     if not isinstance(self, Tensor) and self != 1:
         borrow(gpu, 16 if isinstance(self, complex) else 8)
 
@@ -87,7 +87,7 @@ def _pdist_backward(gpu: GPU, self: Tensor, p: float) -> None:
 
 
 def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
-    """The norms of slices, and what they are multiplied by where that has another type."""
+    """Allocate the norms of slices, and the factors if those have another type."""
     slices = self.shape[dim]
     dtype = accumulated(self.dtype)
     is_converted = dtype != self.dtype.to_real()
@@ -98,7 +98,7 @@ def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
 def _norm(
     gpu: GPU, self: Tensor, result: Tensor, dim: Over = None, ord: float = 2, p: float | None = 2
 ) -> None:
-    """A norm, which of single elements is their absolute value.
+    """Allocate for a norm, which of single elements is their absolute value.
 
     That does not hold for a number along a dim of its own.
     """

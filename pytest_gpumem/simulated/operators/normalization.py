@@ -2,10 +2,10 @@
 
 Source: aten/src/ATen/native/layer_norm.cpp (rms_norm_symint), cuda/layer_norm_kernel.cu,
 group_norm.cpp, cuda/group_norm_kernel.cu and the formula of native_group_norm in
-tools/autograd/derivatives.yaml, torch 2.6 to 2.15. That formula makes the gradient and the input
-contiguous, which for meta tensors it does not. Of images whose channels are last, 2.14 takes a
-contiguous copy where it normalises them, earlier releases before; 2.15 has kernels of their own:
-seen on the dry device, for inputs and gradients of both layouts.
+tools/autograd/derivatives.yaml, torch 2.6 to 2.15. On CUDA that formula makes gradient and input
+contiguous, for meta tensors it does not. Images whose channels are last are copied by 2.14 inside
+the kernel's function and by earlier releases before it; 2.15 has kernels for them: seen on the dry
+device, for inputs and gradients of both layouts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def rms_norm(
     weight: Tensor | None,
     eps: float | None,
 ) -> Tensor:
-    """``aten::rms_norm``: one kernel since 2.9, for one type and contiguous layouts."""
+    """Run ``aten::rms_norm``: one kernel since 2.9, for one type and contiguous layouts."""
     if (
         input.is_cuda
         and gpu.version >= FUSED_SINCE
@@ -70,7 +70,7 @@ _LARGEST_GRID = 64 * 1024 // 2
 
 
 def _sums_by_blocks(gpu: GPU, rows: int, columns: int) -> bool:
-    """LaunchGammaBetaBackwardCUDAKernel, since 2.8: many short rows are summed in two passes."""
+    """Return whether many short rows are summed twice (LaunchGammaBetaBackwardCUDAKernel, 2.8)."""
     return (
         gpu.version >= (2, 8) and rows > _MANY_ROWS and columns // _WARP < gpu.model.sm_count // 2
     )

@@ -1,9 +1,9 @@
-"""Products of quantized matrices: what CUDA refuses, and what it takes beside the result.
+"""Products of quantized matrices: calls that CUDA refuses, and allocations besides the result.
 
 Source: aten/src/ATen/native/cuda/Blas.cpp (2.6 to 2.9) and ScaledBlas.cpp (since 2.10):
 _scaled_mm_out_cuda, _scaled_mm_cuda_v2_out, _scaled_rowwise_rowwise, _scaled_gemm; Blas.cpp
 (_int_mm_out_cuda); int8mm.cu (_weight_int8pack_mm_cuda). Torch's kernels for ``meta`` check less,
-or say it in other words; the words here are those of 2.15 on the dry device.
+or have other messages; the messages here are those of 2.15 on the dry device.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _scaled_v2(gpu: GPU, result: Tensor, self: Tensor, recipe_a: Sequence[int]) 
 
 
 def _multiply(gpu: GPU, result: Tensor, mat1: Tensor, *, by_row: bool = False) -> None:
-    """By cuBLASLt, or where that has no kernel for scales of rows, by CUTLASS."""
+    """Call cuBLASLt, or CUTLASS where that has no kernel for scales of rows."""
     if not result.numel() or not mat1.numel():
         return
     capability = gpu.model.compute_capability
@@ -129,7 +129,7 @@ def _int_mm(self: Tensor, mat2: Tensor, out: Tensor | None = None) -> None:
 
 def _faults_of_integers(self: Tensor, mat2: Tensor, out: Tensor | None) -> Iterator[str]:
     if not self.dim() == mat2.dim() == 2:
-        return  # said by the kernel for meta
+        return  # the kernel for meta raises an error
     (rows, inner), columns = self.shape, mat2.shape[1]
     yield from _misfit(self, mat2)
     if rows <= 16:
@@ -150,7 +150,7 @@ def _faults_of_integers(self: Tensor, mat2: Tensor, out: Tensor | None) -> Itera
 
 
 def _weight_int8pack_mm(gpu: GPU, self: Tensor, mat2: Tensor, scales: Tensor) -> Scratch:
-    """Multiplied in float32: casts of what is read, and a result to be cast."""
+    """Allocate for a product in float32: casts of what is read, and a result to be cast."""
     casts = Scratch(gpu)
     for read, dtype in ((self, torch.float32), (mat2, torch.int8), (scales, torch.float32)):
         if read.dtype is not dtype or not read.is_contiguous():

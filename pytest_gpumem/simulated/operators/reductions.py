@@ -11,7 +11,7 @@ Lists of tensors are reduced in one launch: ForeachReduceOp.cu (foreach_tensor_n
 foreach_tensor_max_cuda), MultiTensorApply.cuh (kChunkSize) and native/ForeachUtils.h
 (can_use_fast_route), torch 2.6 to 2.15. Lists of results are outputs; metadata travels as kernel
 arguments. In the slow route each tensor is reduced by itself. Up to 2.14 every tensor has as many
-partial results as the longest one; since 2.15 each has its own, behind a list of where they begin:
+partial results as the longest one; since 2.15 each has its own, after a list of their beginnings:
 torch's own code on the dry device, with three tensors of 100,000 elements and one of 5.
 
 The fused optimizers and the ones of GradScaler (native/cuda/FusedSgdKernel.cu, FusedAdamKernel.cu,
@@ -60,7 +60,7 @@ def _configured(
     sm_count: int,
     threads_per_sm: int,
 ) -> tuple[int, int] | None:
-    """setReduceConfig of coalesced ``dims``, the reduced ones first."""
+    """Return bytes of buffer and semaphores by setReduceConfig of ``dims``, reduced ones first."""
     outputs = math.prod(size for size, _, is_reduced in dims if not is_reduced)
     per_output = math.prod(size for size, _, is_reduced in dims if is_reduced)
     reduced_dims = sum(1 for _, _, is_reduced in dims if is_reduced)
@@ -152,7 +152,7 @@ def _output_vector(dims: Sequence[_Dim], reduced_dims: int) -> int:
 
 
 def _indexable_parts(dims: list[_Dim], element_bytes: int) -> Iterator[list[_Dim]]:
-    """TensorIterator::with_32bit_indexing: halves of the dim with the largest extent in bytes."""
+    """Yield the parts of with_32bit_indexing: halves of the dim of the largest extent in bytes."""
     extents = [(size - 1) * abs(stride) * element_bytes for size, stride, _ in dims]
     if math.prod(size for size, _, _ in dims) <= INDEXABLE and 1 + sum(extents) <= INDEXABLE:
         yield dims
@@ -268,12 +268,12 @@ def outputs_of(tensor: Tensor, dims: Over) -> int:
 def reduce_tensor(
     gpu: GPU, tensor: Tensor, dims: Over, kind: Accumulator, result: torch.dtype | None = None
 ) -> None:
-    """:func:`reduce` of ``tensor`` as it is, by default to its own type."""
+    """Call :func:`reduce` for ``tensor`` as it is, by default to its own type."""
     reduce(gpu, tuple(tensor.shape), tensor.stride(), tensor.dtype, dims, kind, result)
 
 
 def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
-    """A sum: other than from 16 bits to 32, the input is first converted to the result's type."""
+    """Allocate for a sum: but from 16 bits to 32, the input is converted to the result's type."""
     if self.dtype == result.dtype or (self.dtype in HALF_DTYPES and result.dtype == torch.float32):
         reduce_tensor(gpu, self, dim, SUMS, result.dtype)
     else:
@@ -298,7 +298,7 @@ def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
 def _of_all_or_along(
     whole: Accumulator, along: Accumulator, gpu: GPU, self: Tensor, result: Any, dim: Over = None
 ) -> None:
-    """The kernel for all elements reads a row (max_all)."""
+    """Allocate to reduce along ``dim``, or all elements, whose kernel reads a row (max_all)."""
     if dim is not None:
         first = result if isinstance(result, Tensor) else result[0]
         reduce_tensor(gpu, self, dim, along, first.dtype)
@@ -374,7 +374,7 @@ def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
 
 
 def _sums_of_rows(gpu: GPU, self: Tensor) -> None:
-    """_s_dirichlet_cuda (Distributions.cpp): numbers are divided by the sums of their rows."""
+    """Allocate for _s_dirichlet_cuda (Distributions.cpp): numbers are divided by sums of rows."""
     with Scratch(gpu, self.nbytes // max(self.shape[-1], 1)):
         reduce_tensor(gpu, self, (-1,), SUMS)
 

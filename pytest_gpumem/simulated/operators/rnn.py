@@ -4,7 +4,7 @@ Source: aten/src/ATen/native/cudnn/RNN.cpp (_cudnn_impl, try_get_weight_buf, _cu
 _cudnn_rnn_backward, _cudnn_rnn_flatten_weight), native/ConvUtils.h (cudnn_is_acceptable), of torch
 2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn_rnn`.
 
-The layers that cuDNN does not take are a fused cell for each step: native/RNN.cpp (LSTMCell,
+Layers that cuDNN does not accept run a fused cell for each step: native/RNN.cpp (LSTMCell,
 GRUCell, FullLayer, FullBidirectionalLayer, apply_layer_stack, _lstm_impl), native/cuda/RNN.cu
 (_thnn_fused_lstm_cell_cuda, _thnn_fused_gru_cell_cuda), torch 2.6 to 2.15. Layers without gates
 have no fused cell.
@@ -40,13 +40,13 @@ _aten = torch.ops.aten
 
 
 def is_acceptable(tensor: Tensor, dtypes: Set[torch.dtype] = _DTYPES) -> bool:
-    """``torch.backends.cudnn.is_acceptable`` of a build that has cuDNN, for these ``dtypes``."""
+    """Return ``torch.backends.cudnn.is_acceptable`` of a build with cuDNN, for these ``dtypes``."""
     is_enabled = tensor.is_cuda and torch.backends.cudnn.enabled
     return bool(is_enabled and tensor.numel() > 0 and tensor.dtype in dtypes)
 
 
 def _flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
-    """``torch._cudnn_rnn_flatten_weight``: the parameters become views of one new buffer."""
+    """Run ``torch._cudnn_rnn_flatten_weight``: the parameters become views of one new buffer."""
     elements = _buffer_elements(weights, per_layer)
     buffer = torch.zeros(elements, dtype=weights[0].dtype, device=weights[0].device)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def _run(
     shape: Sequence[Any],
     batch_sizes: list[int],
 ) -> Any:
-    """Run cuDNN's layers; ``shape`` is what follows the parameters in the padded schema."""
+    """Run cuDNN's layers; ``shape`` has the arguments after the parameters in the padded schema."""
     has_biases, layers, dropout, train, bidirectional, batch_first = shape
     hidden, cell = (hx[0], hx[1]) if name == "lstm" else (hx, None)
     if dropout > 0 and train and not is_traced(input):
@@ -249,7 +249,7 @@ def _backward(
         buffer = torch.zeros_like(weight_buf)
         with _workspace(gpu, call):
             if weight_stride0 in _WITHOUT_BIASES:
-                # cuDNN's layers have biases all the same: the part of the weights is copied.
+                # cuDNN's layers have biases anyway: only the weights' part is copied.
                 grads = [torch.empty_like(one) for one in weight]
             else:
                 grads = _views(buffer, weight)
@@ -257,7 +257,7 @@ def _backward(
     return dx.transpose(0, 1) if transposed else dx, dhx, dcx, grads
 
 
-# One fused kernel behind two products.
+# One fused kernel after two products.
 
 
 def _lstm_cell(*args: Any) -> Any:
@@ -309,7 +309,7 @@ def _by_bias(gates: Tensor) -> Tensor:
 
 
 def _fused_lstm(input_gates: Tensor, cx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # The shapes that torch has for it ask, up to 2.13, where the biases are, if there are any.
+    # Up to 2.13 torch's own meta kernel asks for the device of biases, if there are any.
     workspace = torch.empty_like(input_gates, memory_format=torch.contiguous_format)
     hidden, cell = (torch.empty_like(cx, memory_format=torch.contiguous_format) for _ in range(2))
     return hidden, cell, workspace
@@ -383,7 +383,7 @@ def _steps(
 def run_in_steps(
     name: str, input: Tensor, hx: Any, params: list[Tensor], shape: Sequence[Any]
 ) -> Any:
-    """Run an ``lstm`` or a ``gru``; ``shape`` is what follows the parameters in its schema."""
+    """Run an ``lstm`` or a ``gru``; ``shape`` has the arguments after the parameters."""
     has_biases, layers, dropout, train, bidirectional, batch_first = shape
     size = len(params) // (layers * (2 if bidirectional else 1))
     groups: list[Any] = [params[first : first + size] for first in range(0, len(params), size)]

@@ -56,7 +56,7 @@ class BoundRule:
 
 
 class Call:
-    """A call of an operator that has a rule; making it allocates the part before the outputs."""
+    """A call of an operator that has a rule; its constructor runs the part before the outputs."""
 
     __slots__ = ("_given", "_rule", "_scratch")
 
@@ -66,7 +66,7 @@ class Call:
         self._scratch = None if rule.before is None else rule.before(given)
 
     def shapes(self) -> Any:
-        """Return the outputs, of a rule that makes them."""
+        """Return the outputs as the rule makes them."""
         assert self._rule.shapes is not None
         return self._rule.shapes(self._given)
 
@@ -93,10 +93,10 @@ class Call:
 
 
 class Scratch:
-    """Temporaries of one operator call; :meth:`free` gives back the newest first, as C++ does.
+    """Temporaries of one operator call; :meth:`free` frees the newest first, as C++ does.
 
-    The first ones, of ``sizes`` bytes, are taken at once. As in C++ they live no longer than the
-    block or function that has them, also where it ends with an error.
+    The first ones, of ``sizes`` bytes, are allocated at once. As in C++ all are freed at the latest
+    when the block or function that has them ends, also with an error.
     """
 
     def __init__(self, gpu: GpuState, *sizes: int) -> None:
@@ -184,7 +184,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """By an input, by its weight and by its bias."""
 
 Composite = Callable[..., Any]
-"""A Python function for the parts of an operator, which names the values it uses, as in rules."""
+"""A Python function that runs an operator as several; it names values as rules do."""
 
 
 def on_machine(
@@ -205,7 +205,7 @@ def on_machine(
 
 
 decompose: Callable[..., Tensor] = OpOverload.decompose
-"""Runs the composite kernel of an operator; torch's own, also while compilers have another."""
+"""``OpOverload.decompose``, torch's own even while compilers replace it."""
 
 
 @cache
@@ -221,9 +221,9 @@ class _Within(threading.local):
 
 
 within = _Within()
-"""Operators that the running composite calls in place, by those it calls for subclasses."""
+"""In-place operators of the running composite, by those that it calls for subclasses."""
 CALLED_IN_PLACE: set[OpOverload] = set()
-"""Operators of which that holds within any composite."""
+"""All operators that a composite may call in place."""
 
 
 def with_in_place(composite: OpOverload, operators: Mapping[OpOverload, OpOverload]) -> Composite:
@@ -268,7 +268,7 @@ class _Outer(threading.local):
 
 
 outer = _Outer()
-"""Calls under autocast that are not cast themselves, but whose C++ calls others that are."""
+"""Counts calls that autocast does not cast, but whose C++ calls operators that it casts."""
 
 
 def sums_in_float32(tensor: Tensor) -> bool:

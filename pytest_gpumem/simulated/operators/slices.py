@@ -1,7 +1,7 @@
 """``x[:, i]`` on releases that still made a view of every ``:``.
 
 Up to 2.8 each ``:`` among several indices became ``aten::slice``, whose backward fills a zeroed
-gradient as large as its input; since 2.9 it is passed over. Source: aten/src/ATen/TensorIndexing.h
+gradient as large as its input; since 2.9 it is skipped. Source: aten/src/ATen/TensorIndexing.h
 (applySlice, applySlicing); tried on 2.6, 2.8, 2.9.1, 2.10, 2.11, 2.13 and 2.15.
 """
 
@@ -40,7 +40,7 @@ def made(version: tuple[int, int]) -> Iterator[None]:
 
 
 def getitem(tensor: torch.Tensor, index: Any) -> Any:
-    """``tensor[index]`` with a view for every full slice."""
+    """Return ``tensor[index]``, with a view for every full slice."""
     if (
         index.__class__ is not tuple
         or not raw.is_meta(tensor)

@@ -1,4 +1,4 @@
-"""Systems of linear equations and least squares: what torch takes for them.
+"""Systems of linear equations and least squares: allocations besides the results.
 
 Source: aten/src/ATen/native/BatchLinearAlgebra.cpp (linalg_solve_triangular_out,
 linalg_lstsq_out_info, linalg_ldl_solve_out) and native/cuda/linalg/BatchLinearAlgebra.cpp
@@ -50,7 +50,7 @@ _OF_MAGMA = 512
 
 
 def triangles(gpu: GPU, A: Tensor, B: Tensor) -> None:
-    """triangular_solve_kernel, of matrices as the library reads them."""
+    """Allocate for triangular_solve_kernel, with matrices as the library reads them."""
     rows = A.shape[-1]
     is_of_magma = rows > _OF_MAGMA and gpu.version < (2, 11)
     if is_of_magma or (count_of(A) <= 8 and rows >= _ONE_BY_ONE):
@@ -60,9 +60,9 @@ def triangles(gpu: GPU, A: Tensor, B: Tensor) -> None:
 
 
 def _solve_triangular(gpu: GPU, A: Tensor, solved: Tensor, *, by_columns: bool = True) -> None:
-    """linalg_solve_triangular_out: triangles by neither rows nor columns are copied.
+    """Allocate for linalg_solve_triangular_out: triangles by neither rows nor columns are copied.
 
-    So are conjugates by columns, where the result is there and lies by columns, too.
+    So are conjugates by columns if there is a result by columns, too.
     """
     given = _expanded(A, solved)
     is_conjugate = by_columns and given.is_conj() and is_by_columns(given)
@@ -85,7 +85,7 @@ def _lu_solved(gpu: GPU, LU: Tensor, left: bool, adjoint: bool, result: Tensor) 
 def _by_factors(
     gpu: GPU, LU: Tensor, result: Tensor, *, left: bool = True, adjoint: bool = False
 ) -> None:
-    """linalg_lu_solve_out: from the right side by what is transposed.
+    """Allocate for linalg_lu_solve_out; from the right it solves the transposed system.
 
     As many right sides as rows are fastest with a triangle after the other (lu_solve_kernel).
     """
@@ -116,7 +116,7 @@ def _by_factors(
 
 
 def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> None:
-    """lu_solve_triangular: apply the permutation before or behind both triangles."""
+    """Allocate for lu_solve_triangular: the permutation comes before or after both triangles."""
     rows = LU.shape[-1]
     places = rows * INDEX_BYTES
     scratch = Scratch(gpu)
@@ -165,9 +165,9 @@ _BY_TRIANGLES = (2, 13)
 
 
 def _by_root(gpu: GPU, A: Tensor, solved: Tensor, *, upper: bool) -> None:
-    """_cholesky_solve_helper_cuda: a single one by cuSOLVER, a batch by two triangles.
+    """Allocate for _cholesky_solve_helper_cuda: one by cuSOLVER, a batch by two triangles.
 
-    Before, MAGMA solves a batch with copies of the factors.
+    Before 2.13, MAGMA solves a batch with copies of the factors.
     """
     given = _expanded(A, solved)
     if count_of(solved) == 1:
@@ -195,7 +195,7 @@ def _cholesky_inverted(gpu: GPU, self: Tensor, upper: bool) -> None:
 
 
 def _cholesky_solved(gpu: GPU, input2: Tensor, upper: bool, result: Tensor) -> Iterator[Tensor]:
-    """Yield the result, which up to 2.11 comes behind the code of a single one."""
+    """Yield the result, which up to 2.11 comes after the code of a single one."""
     leave_out(gpu, "cholesky_solve")
     if gpu.version >= _BY_TRIANGLES or count_of(result) != 1:
         yield result
@@ -279,7 +279,7 @@ def _least_squares(gpu: GPU, self: Tensor, b: Tensor, result: _Fit) -> Iterator[
 
 
 def _by_reflections(gpu: GPU, A: Tensor, made: Tensor) -> None:
-    """linalg_lstsq_gels: Q times the right sides and then R, or the other way round."""
+    """Allocate for linalg_lstsq_gels: Q times the right sides and then R, or the reverse."""
     scales = A.new_empty((*A.shape[:-2], min(A.shape[-2:])))
     scratch = Scratch(gpu, scales.nbytes)
     is_tall = A.shape[-2] >= A.shape[-1]

@@ -61,7 +61,7 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
 
 
 def _with_last(tensor: Tensor, dim: int) -> tuple[int, ...]:
-    """infer_dense_strides_dim_last: ``dim`` innermost, the others in their order of stride."""
+    """Return infer_dense_strides_dim_last: ``dim`` innermost, the others in order of stride."""
     order = sorted(
         (at for at in range(tensor.dim()) if at != dim), key=lambda at: tensor.stride(at)
     )
@@ -114,7 +114,7 @@ _DIGIT_SUMS_SINCE = (2, 10)
 
 
 def _many_blocks(slices: int, length: int) -> bool:
-    """should_use_multiblock."""
+    """Return should_use_multiblock."""
     for most, shortest in ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000)):
         if slices <= most:
             return length >= shortest
@@ -303,7 +303,7 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> No
 
 
 def _check(gpu: GPU, std: Tensor | float = 1.0) -> None:
-    """``std.min().ge(0)``: no deviation is below zero."""
+    """Allocate for ``std.min().ge(0)``, the check that no deviation is below zero."""
     if isinstance(std, Tensor) and std.numel():
         with Scratch(gpu, std.element_size()):
             reductions.reduce_tensor(gpu, std, None, reductions.VALUES)
@@ -322,7 +322,7 @@ def _normal(
 
 
 def _bernoulli(gpu: GPU, self: Tensor, p: Tensor | float | None = None) -> None:
-    """Probabilities of 16 bits are read as float32."""
+    """Allocate for probabilities of 16 bits, which are read as float32."""
     given = p if isinstance(p, Tensor) else self if p is None else None
     if given is not None and given.dtype in HALF_DTYPES:
         borrow(gpu, given.numel() * 4)

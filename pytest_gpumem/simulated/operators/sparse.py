@@ -1,4 +1,4 @@
-"""Sparse COO tensors, taken apart into the strided operators that CUDA's functions are made of.
+"""Sparse COO tensors, run by the strided operators that CUDA's functions are made of.
 
 Kernels for ``meta`` get shapes wrong: a clone, a copy and a sum have no elements there. Operators
 missing here have no shapes on ``meta`` either, and are refused by name. The workspace of cuSPARSE's
@@ -72,7 +72,7 @@ def _clone(self: Tensor) -> Tensor:
 
 
 def copy_(target: Tensor, source: Tensor) -> Tensor:
-    """``target.copy_(source)`` of two sparse tensors of one GPU."""
+    """Run ``target.copy_(source)`` of two sparse tensors of one GPU."""
     if not (is_sparse(target) and is_sparse(source)):
         raise UnsupportedOperatorError(
             f"copy_ between a sparse and a dense tensor at {user_line()} cannot run on a simulated "
@@ -139,7 +139,7 @@ def _coalesce(gpu: GPU, self: Tensor) -> Tensor:
 
 
 def _sort(gpu: GPU, count: int) -> None:
-    """Thrust's temporary memory, of a merge sort of pairs and of finding the first of each key."""
+    """Allocate for Thrust: a merge sort of pairs, and finding the first of each key."""
     partitions = (1 + -(-count // _MERGE_SORT_TILE)) * 4
     of_sort = cub.alias_temporaries(partitions, count * 8, count * 8, 0)
     capability = gpu.model.compute_capability

@@ -1,6 +1,6 @@
 """Pooling, resizing and padding: their kernels read contiguous tensors, copied where they are not.
 
-Of grids of coordinates cuDNN samples what it can.
+cuDNN samples grids of coordinates where it can.
 
 Source: aten/src/ATen/native/cuda/DilatedMaxPool2d.cu, DilatedMaxPool3d.cu, AveragePool2d.cu,
 AveragePool3d.cu, AdaptiveAveragePooling.cu and 3d.cu, AdaptiveMaxPooling2d.cu and 3d.cu,
@@ -26,9 +26,9 @@ from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, co
 
 
 def _into_columns(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
-    """im2col_cuda and col2im_cuda: a result as large as the input, which is then resized.
+    """Yield a result as large as the input, which is then resized (im2col_cuda, col2im_cuda).
 
-    It moves where it grows, and keeps its memory where it shrinks.
+    It is reallocated if it grows, and keeps its memory if it shrinks.
     """
     first = Scratch(gpu, self.nbytes if result.nbytes > self.nbytes else 0)
     if result.nbytes < self.nbytes:
@@ -54,25 +54,25 @@ def _reads_channels_last(read: Tensor, written: Tensor, fewest: int) -> bool:
 
 
 def _resized(gpu: GPU, self: Tensor, result: Tensor) -> Scratch:
-    """One kernel reads channels last; the other one's contiguous result may be copied, too."""
+    """Copy for the kernel of channels last, or else also the result if it is not contiguous."""
     if _reads_channels_last(self, result, _CHANNELS):
         return Scratch(gpu, *copied(self, memory_format=torch.channels_last))
     return Scratch(gpu, *copied(result, self))
 
 
 def _bilinear(gpu: GPU, self: Tensor, result: Tensor) -> Scratch:
-    """Images are read as they lie, but for many channels that are last."""
+    """Copy no images, unless they have many channels that are last."""
     is_last = _reads_channels_last(self, result, _CHANNELS_OF_BILINEAR)
     return Scratch(gpu, *(copied(self, memory_format=torch.channels_last) if is_last else ()))
 
 
 def _of_batch(gpu: GPU, self: Tensor, dims: int, *others: Tensor) -> Scratch:
-    """Copy a batch that is not contiguous, behind ``others``; one sample is read by its strides."""
+    """Copy a batch that is not contiguous, after ``others``; one sample is read by its strides."""
     return Scratch(gpu, *copied(*others, *((self,) if self.dim() == dims else ())))
 
 
 def _volumes(gpu: GPU, self: Tensor) -> Scratch:
-    """Volumes of channels last are read as they lie, also where there is no batch."""
+    """Copy volumes, unless they are channels last, also where there is no batch."""
     layout, batch = suggested_format(self), self
     if self.dim() == 4:
         batch, layout = self.unsqueeze(0), torch.contiguous_format
@@ -82,7 +82,7 @@ def _volumes(gpu: GPU, self: Tensor) -> Scratch:
 
 
 def _averaged(gpu: GPU, self: Tensor) -> Scratch | None:
-    """Images are read as they lie where their channels are last."""
+    """Copy images, unless their channels are last."""
     return _of_batch(gpu, self, 4) if suggested_format(self) is torch.contiguous_format else None
 
 
@@ -110,7 +110,7 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.grid_sampler.default": _grid_sampl
 
 
 def _unless_repeated(*tensors: Tensor) -> list[int]:
-    """contiguousIfZeroInStrides."""
+    """Return the bytes of copies by contiguousIfZeroInStrides."""
     return copied(*(each for each in tensors if 0 in each.stride()))
 
 

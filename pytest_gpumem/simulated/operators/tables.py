@@ -49,9 +49,9 @@ _META = torch._C.DispatchKey.Meta
 RULES: dict[str, Rule] = {**_of_all("RULES", "aten::"), **vision.RULES}
 """By operator name: hidden allocations."""
 ABOVE_AUTOGRAD: dict[str, Composite] = _of_all("ABOVE_AUTOGRAD")
-"""By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
+"""By overload: operators that CUDA decomposes differently from the CPU and ``meta``."""
 BELOW_AUTOGRAD: dict[str, Composite] = _of_all("BELOW_AUTOGRAD")
-"""By overload: operators that autograd sees whole and that CUDA builds from others."""
+"""By overload: operators that autograd records as one and that CUDA builds from others."""
 
 
 @cache
@@ -96,7 +96,7 @@ def _give_formula(library: torch.library.Library) -> None:
 
 
 def _replace_kernels(library: torch.library.Library, machine: SimulatedMachine) -> None:
-    """Replace kernels, which torch warns of, at the first one of a process."""
+    """Replace kernels; torch warns at the first one of a process."""
     for name, implementation in ABOVE_AUTOGRAD.items():
         operator = name.removeprefix("aten.").removesuffix(".default")
         overload = overload_of(operator)

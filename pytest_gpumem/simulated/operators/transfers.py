@@ -80,7 +80,7 @@ def _download(
 
 
 def _are_one_stretch(target: Tensor, source: Tensor) -> bool:
-    """TensorIteratorBase::is_contiguous of the pair: the same dense layout, where it matters."""
+    """Return TensorIteratorBase::is_contiguous of the pair: the same dense layout."""
     if target.numel() == 1:
         return True
     if target.shape != source.shape:

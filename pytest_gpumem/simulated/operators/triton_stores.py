@@ -43,7 +43,7 @@ class Effects:
 
 
 class Stores:
-    """The effects of the kernels met so far."""
+    """The effects of the kernels read so far."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[FunctionType, Effects] = WeakKeyDictionary()
@@ -82,7 +82,7 @@ def _anything(function: FunctionType) -> Effects:
 
 @dataclass
 class _Reader:
-    """Reads one function: ``points`` maps each variable to the parameters it is computed from."""
+    """A reader of one function: ``points`` maps each variable to the parameters it comes from."""
 
     stores: Stores
     space: Mapping[str, Any]

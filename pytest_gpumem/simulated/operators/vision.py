@@ -60,7 +60,7 @@ _MOST_IMAGES = 32
 
 
 def _images(batch: int) -> int:
-    """get_greatest_divisor_below_bound."""
+    """Return get_greatest_divisor_below_bound."""
     return next(count for count in range(min(batch, _MOST_IMAGES), 0, -1) if batch % count == 0)
 
 

@@ -1,4 +1,4 @@
-"""flash-attn where it is not installed: a stand-in with the allocations of its functions.
+"""A stand-in for flash-attn where it is not installed, with the allocations of its functions.
 
 May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
 ``surface``, ``compiled``. ``imports`` describes the library and lets code import it

@@ -1,8 +1,8 @@
-"""The stand-in as code under test imports it: while a simulation is active, and no longer.
+"""Imports of the stand-in by code under test, while a simulation is active.
 
-Python tries the last finder of ``sys.meta_path`` for modules that all others have not found: so an
-installed library is always the real one. Metadata is served alike, because libraries look
-for others by ``importlib.metadata`` as much as by importing them.
+Its finder is the last of ``sys.meta_path``, which Python tries for modules that no other has found:
+an installed library is always the real one. Metadata is served in the same way, because libraries
+look for others by ``importlib.metadata`` as well as by importing them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WITHOUT = frozenset(
 """Modules of that release without a stand-in, with all modules below them."""
 
 _ABSENT = frozenset({f"{PACKAGE}.flash_attn_interface.flash_attn_cuda"})
-"""Names that other libraries look up in its modules, and that the release does not have."""
+"""Names that other libraries look up in its modules, and that this release does not have."""
 
 
 def _is_missing() -> bool:
@@ -53,7 +53,7 @@ def _is_nowhere(module: str, path: tuple[str, ...]) -> bool:
 
 
 _listeners: list[Callable[[str], None]] = []
-"""Listeners of the active simulations, innermost last: imports are the process's."""
+"""Listeners of the active simulations, innermost last: imports concern the whole process."""
 
 
 def used() -> None:
@@ -63,7 +63,7 @@ def used() -> None:
 
 
 _modules: dict[str, ModuleType] = {}
-"""Every module that was made so far: code that keeps one gets the same one later."""
+"""Every module made so far: code that keeps one gets the same one at a later import."""
 
 
 @contextmanager
@@ -84,10 +84,10 @@ def make_importable(note: Callable[[str], None]) -> Iterator[None]:
 
 
 class StandInModule(ModuleType):
-    """A module of the library; a name that it lacks is refused."""
+    """A module of the library; names without a stand-in are refused."""
 
     def __getattr__(self, name: str) -> Any:
-        # Python and its tools read names with underscores of every module.
+        # Python and its tools read names with underscores from every module.
         path = f"{self.__name__}.{name}"
         if name.startswith("__") or path in _ABSENT:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -105,7 +105,7 @@ _WHY = (
 
 
 def _refuse(name: str) -> NoReturn:
-    """Raise the error for a part of the library, which code that can do without it catches."""
+    """Raise an error that code catches which can do without this part of the library."""
     if _listeners:
         _listeners[-1](f"{name} has no stand-in: code that can do without {NAME} does")
     raise UnsupportedModuleError(f"{name} at {user_line()} {_WHY}")
@@ -115,14 +115,14 @@ _ANY = DistributionFinder.Context()
 
 
 class _Finder(DistributionFinder):
-    """Finds modules and metadata of the library where no other finder does."""
+    """A finder of the library's modules and metadata, after all other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.partition(".")[0] != PACKAGE or not _is_missing():
             return None
-        # Of what there is no stand-in for, a check if it is there imports nothing.
+        # Modules without a stand-in are found, too: asking for them imports nothing.
         is_package = fullname == PACKAGE or _has_none(fullname)
         if not is_package and fullname not in _contents():
             return None
@@ -138,15 +138,15 @@ class _Finder(DistributionFinder):
 
 
 def _has_none(module: str) -> bool:
-    """Return whether the release has ``module``, and the stand-in has not."""
+    """Return whether the release has ``module`` but the stand-in does not."""
     return any(f"{module}.".startswith(f"{each}.") for each in _WITHOUT)
 
 
 class _Making(Loader):
-    """Makes modules, once each."""
+    """A loader that makes each module once."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module, unless there is none; a second import has that of the first."""
+        """Return a new module, or that of an earlier import; refuse one without a stand-in."""
         if _has_none(spec.name):
             _refuse(spec.name)
         return _modules.get(spec.name) or StandInModule(spec.name)

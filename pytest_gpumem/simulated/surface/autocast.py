@@ -1,11 +1,11 @@
 """Autocast for CUDA: installed the first time it is switched on inside a simulation.
 
-``torch.autocast`` is replaced in its own methods, too: Dynamo and AOTAutograd run them for
-the ``with`` statements of a compiled function, while the functions of ``torch`` are torch's own.
+Methods of ``torch.autocast`` are replaced, too: Dynamo and AOTAutograd run them for the ``with``
+statements of a compiled function, where the functions of ``torch`` are torch's own.
 
-Each thread counts the contexts that it is in, and all drop the same casts. A GPU's nodes run on a
-thread of the engine: where a context of autocast is open around a backward pass, the context that
-a checkpoint opens again for its block is the outermost one of that thread, and its end drops the
+Each thread counts its contexts, and all threads share the cached casts. A GPU's nodes run on a
+thread of the engine: if autocast is on around a backward pass, a context that a checkpoint
+enters again for its block is the outermost one of that thread, and its end drops the
 casts of all (aten/src/ATen/autocast_mode.cpp, ``nesting`` and ``clear_cache``).
 
 Source: torch/amp/autocast_mode.py (``_enter_autocast``, ``_exit_autocast``) and

@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.operators.encoders import is_followed
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
-    """Give the answers of a CUDA build on this GPU."""
+    """Replace what a build with CUDA answers differently on this GPU."""
     version = machine.gpus[0].version
     cudnn = cudnn_of(version)
     patches.add(torch._C, "_has_cudnn", True)
@@ -43,7 +43,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
             patches.add(torch._C, name.format(kind), function)
     patches.add(torch.backends.cuda, "cufft_plan_cache", _PlanCache())
     patches.wrap(torch.backends.mha, "get_fastpath_enabled", partial(_takes_fast_path, machine))
-    # A build with CUDA has them, whatever release is simulated.
+    # A build with CUDA has these functions, whatever release is simulated.
     if version >= STATIC_SIZE or hasattr(torch._C, "_cuda_getCublasWorkspaceSize"):
         for name, library in {"Cublas": "cublas", "CublasLt": "cublaslt"}.items():
             sizes = _WorkspaceSize(machine, library)
@@ -94,7 +94,7 @@ def _can_use(machine: SimulatedMachine, kernel: str, params: Any, debug: bool = 
 
 
 def _setting(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return the functions of a setting that changes speed but nothing that is simulated."""
+    """Return getter and setter of a setting that changes speed but nothing that is simulated."""
 
     def change(new: Any) -> None:
         nonlocal value
@@ -152,7 +152,7 @@ def _is_padded(asking: dict[str, Any]) -> bool:
 
 
 def _is_nested_there() -> bool:
-    """Return whether the layer that asks is called by an encoder whose input is padded."""
+    """Return whether the layer in question is called by an encoder whose input is padded."""
     encoding = torch.nn.TransformerEncoder.forward.__code__
     frame: FrameType | None = sys._getframe(4)
     while frame is not None and frame.f_code is not encoding:
@@ -162,6 +162,6 @@ def _is_nested_there() -> bool:
     variables = frame.f_locals
     padded = _is_padded(variables)
     if sys.version_info < (3, 13):
-        # Else the frame keeps this dictionary, and by it tensors that the function has let go.
+        # Before 3.13 the frame keeps this dictionary, and its tensors alive.
         variables.clear()
     return padded

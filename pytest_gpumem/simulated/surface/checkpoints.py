@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.common.patching import Patches, having
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _machine: SimulatedMachine | None = None
-"""The one that files are loaded on: pickle calls by name, and passes only data it has read."""
+"""The machine that files are loaded on: pickle calls functions by name, with data of the file."""
 
 
 def loading_on(machine: SimulatedMachine) -> AbstractContextManager[None]:
@@ -33,7 +33,7 @@ def loading_on(machine: SimulatedMachine) -> AbstractContextManager[None]:
 
 
 def gives_no_values() -> bool:
-    """Return whether safetensors has memory, still alive, of tensors without values."""
+    """Return whether safetensors has memory of tensors without values that is still alive."""
     return _machine is not None and bool(_machine.storages.without_values)
 
 
@@ -81,7 +81,7 @@ def restore_unknown(
     return tensor.requires_grad_(requires_grad)
 
 
-# torch.load takes nothing else by default; neither can do anything but make an empty tensor.
+# torch.load allows no others by default; neither can do more than make an empty tensor.
 torch.serialization.add_safe_globals([saved_storage, restore_unknown])
 
 
@@ -138,7 +138,7 @@ def _reduce(reduce: Callable[..., Any], storage: Any) -> Any:
     device = storage._untyped_storage.device
     if device.type != "cuda":
         return reduce(storage)
-    # In C++ pickle would read the memory behind the storage.
+    # In C++ pickle would read the storage's memory, which does not exist.
     content = io.BytesIO()
     on_cpu = _typed(storage._untyped_storage.cpu(), storage.dtype)
     torch.save(on_cpu, content, _use_new_zipfile_serialization=False)

@@ -1,10 +1,10 @@
-"""The modules of torch's compilers, imported when they are needed: that takes as long as torch.
+"""The modules of torch's compilers, imported only when needed: they take as long as torch.
 
 Code that is not compiled imports them as well. Anything that ``torch._disable_dynamo`` decorates
 (optimizers, dispatch modes, custom operators) calls ``torch._dynamo.disable`` at its first call,
 and ``step()`` calls ``graph_break``. Python's ``meta`` kernels check whether sizes are symbolic.
-Neither depends on numbers, so stand-ins answer; any other use of them, by any module, imports the
-real modules.
+Neither depends on numbers, so stand-ins answer; any other use of these modules imports the
+real ones.
 
 Source: torch/_compile.py, optim/optimizer.py, _prims_common/__init__.py, and each use of
 fx/experimental/symbolic_shapes.py within functions of torch 2.6 to 2.15.
@@ -66,21 +66,21 @@ def deferred(unpatched: Context, present: Context) -> Iterator[None]:
             inside.enter_context(present())
         stand_in(_SYMPY, _for_kernels("Basic", _NoExpression), unpatched)
         stand_in(_FUNCTIONS, _for_kernels("Max", max), unpatched)
-        no_symbols = _of_numbers("free_unbacked_symbols", lambda value: ())
-        stand_in(_SHAPES, _for_kernels("free_unbacked_symbols", no_symbols), unpatched, _there())
+        no_symbols = _if_numbers("free_unbacked_symbols", lambda value: ())
+        stand_in(_SHAPES, _for_kernels("free_unbacked_symbols", no_symbols), unpatched, _known())
         stand_in(_DYNAMO, not_compiled.of_dynamo, importing_dynamo)
         yield
 
 
 def load() -> None:
-    """Import all of it now, if possible: a later use raises the error of a failed import."""
+    """Import the compilers now, if possible: a later use raises the error of a failed import."""
     # A test may have emptied sys.path, or deleted the folder that torch's settings need.
     with suppress(ImportError, OSError):
         importlib.import_module(f"{_DYNAMO}.eval_frame")
 
 
 class _NotCompiled:
-    """The functions that are not to be compiled, while there is nothing that could do it."""
+    """Functions that Dynamo is told not to compile, while it is not imported."""
 
     def __init__(self) -> None:
         self._functions: list[Callable[..., Any]] = []
@@ -93,7 +93,7 @@ class _NotCompiled:
         }.get((asking.f_globals.get("__name__", ""), name))
 
     def forget(self) -> None:
-        """Clear the answers that torch/_compile.py keeps with the functions."""
+        """Clear the answers that torch/_compile.py has stored on the functions."""
         while self._functions:
             delattr(self._functions.pop(), "__dynamo_disable")
 
@@ -103,7 +103,7 @@ class _NotCompiled:
 
 
 class _NoExpression:
-    """A stand-in for ``Basic``: no kernel gets an expression before ``sympy`` is there."""
+    """A stand-in for ``Basic``: no kernel gets an expression before ``sympy`` is imported."""
 
 
 _KERNELS = (
@@ -120,7 +120,7 @@ _KERNELS = (
 
 
 def _for_kernels(known: str, answer: Any) -> Answers:
-    """Answer ``known`` for kernels alone: others expect a value of torch's."""
+    """Answer ``known`` for kernels only: other importers expect a value of torch's."""
 
     def answers(name: str, asking: FrameType) -> Any:
         is_function = asking.f_code.co_flags & inspect.CO_OPTIMIZED
@@ -134,7 +134,7 @@ _PLAIN = frozenset({bool, int})
 _INTEGERS = frozenset({int})
 
 
-def _of_numbers(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
+def _if_numbers(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
     def ask(*arguments: Any, **options: Any) -> Any:
         for argument in arguments:
             if argument.__class__ not in _PLAIN and not _is_number(argument):
@@ -167,14 +167,14 @@ _VALUES: dict[str, Callable[..., Any]] = {
 
 
 @cache
-def _there() -> Mapping[str, Callable[..., Any]]:
+def _known() -> Mapping[str, Callable[..., Any]]:
     """Return this release's functions of possibly symbolic numbers, with torch's results."""
     spec = find_spec(_SHAPES)
     assert spec is not None, f"torch imports {_SHAPES}"
     assert spec.origin is not None
     source = Path(spec.origin).read_text(encoding="utf-8")
     return {
-        name: _of_numbers(name, value)
+        name: _if_numbers(name, value)
         for name, value in _VALUES.items()
         if f"\ndef {name}(" in source
     }

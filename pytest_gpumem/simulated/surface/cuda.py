@@ -25,7 +25,7 @@ from pytest_gpumem.sizes import KIB, MIB
 CUDA_OF_CPU_BUILDS = "12.6"
 """``torch.version.cuda`` where the running build has none; the allocator does not depend on it."""
 FLATTENS_POOL_IDS = "2.13"
-"""First release whose ``torch.cuda.memory_stats`` takes keys that are no strings.
+"""First release whose ``torch.cuda.memory_stats`` accepts keys that are no strings.
 
 ``torch.__version__`` compares itself by releases.
 """
@@ -73,7 +73,7 @@ _STATE = frozenset(
 
 
 def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
-    """Return whether a replacement is a part of ``torch.cuda`` that user code does not call."""
+    """Return whether a replacement stands below ``torch.cuda``, where no user code calls it."""
     if isinstance(value, type):
         return False
     below = (torch._C, torch.version, torch.backends.cudnn, torch.backends.cuda)
@@ -164,9 +164,9 @@ _KEPT_WITHOUT_TRACE = 1
 
 
 def _recording(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
-    """Return the functions of the history in snapshots (torch/csrc/cuda/memory_snapshot.cpp).
+    """Return the functions that record history (torch/csrc/cuda/memory_snapshot.cpp).
 
-    Both that record take more arguments in later releases: 2.6 ends before ``clear_history``,
+    The two that record have more parameters in later releases: 2.6 ends before ``clear_history``,
     ``skip_actions`` is the last one since 2.10, and the last two are of 2.15. Without
     ``record_cuda`` the recording of the device allocator is off (seen with torch 2.15.0+cu132);
     the history of pinned memory of the host, ``record_pinned_host_memory``, is not recorded.
@@ -225,7 +225,7 @@ def _recording(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
 def _memory_snapshot(
     machine: SimulatedMachine, mempool_id: Any = None, include_traces: bool = True
 ) -> list[dict[str, Any]]:
-    """``torch.cuda.memory_snapshot()``: the segments of every device, without stacks.
+    """Return the segments of every device, as ``torch.cuda.memory_snapshot()``, without stacks.
 
     torch has none either unless history is recorded; ``_snapshot()`` shows them.
     """
@@ -274,7 +274,7 @@ class Uuid(uuid.UUID):
 class DeviceProperties(SimpleNamespace):
     """``torch.cuda.get_device_properties()`` of a simulated GPU; sizes in bytes.
 
-    Clock rates, which newer releases have too, are not there: a simulated GPU has no clock. Nor is
+    It has no clock rates, which newer releases have, because a simulated GPU has no clock, and not
     the width of the memory bus, on which no memory depends.
     """
 

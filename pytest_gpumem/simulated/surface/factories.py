@@ -85,7 +85,7 @@ def _is_cuda(device: Any) -> bool:
 def _from_arrays(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     device = kwargs.get("device")
     if kwargs.get("pin_memory") and not _is_cuda(device):
-        # In C++ the pinned memory is allocated out of sight of any dispatch mode.
+        # In C++ the pinned memory is allocated where no dispatch mode sees it.
         requires_grad = kwargs.get("requires_grad", False)
         plain = {**kwargs, "pin_memory": False, "requires_grad": False}
         made = _from_arrays(factory, *args, **plain).pin_memory()
@@ -104,7 +104,7 @@ def _from_arrays(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return made.to(device)
     if not hasattr(data, "__array__") or isinstance(data, torch.Tensor):
         return factory(*args, **kwargs)
-    # In C++ an array is copied to the device out of sight of any dispatch mode.
+    # In C++ an array is copied to the device where no dispatch mode sees it.
     requires_grad = kwargs.pop("requires_grad", False)
     made = factory(*args, **{**kwargs, "device": "cpu"}).to(device)
     return made.requires_grad_() if requires_grad else made
@@ -131,7 +131,7 @@ def _sparse(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(("indices", "values"), args, strict=False)) | kwargs
     if not _is_cuda(device) or "values" not in given:
         return factory(*args, **kwargs)
-    # In C++ both are copied to the device out of sight of any dispatch mode, values first.
+    # In C++ both are copied to the device where no dispatch mode sees it, values first.
     dtype = given.pop("dtype", None)
     values = torch.as_tensor(given.pop("values"), dtype=dtype, device=device)
     indices = torch.as_tensor(given.pop("indices"), dtype=torch.int64, device=device)
@@ -158,7 +158,7 @@ def _default_device() -> torch.device:
 
 
 def _check_generator(generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise torch's error for a generator of another device: here all of them are of the CPU.
+    """Raise torch's error for a generator of another device: all of them are the CPU's here.
 
     Source: aten/src/ATen/core/Generator.h (check_generator), torch 2.6 to 2.15.
     """
@@ -190,7 +190,7 @@ def _watching(
         if type(kwargs.get("device")) is int:
             kwargs["device"] = _numbered(kwargs["device"])
         elif machine.current_index and str(kwargs.get("device")) == "cuda":
-            # torch.tensor() takes it for the first one, before a dispatch mode can see it.
+            # torch.tensor() takes "cuda" for the first GPU, before a dispatch mode can see it.
             kwargs["device"] = machine.current.torch_device
         if kwargs.get("generator") is not None:
             _check_generator(kwargs["generator"], args, kwargs)
@@ -240,7 +240,7 @@ def asked_for_meta(
 def _as_tensor(
     machine: SimulatedMachine, as_tensor: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    # In C++ as_tensor copies to the device out of sight of any dispatch mode.
+    # In C++ as_tensor copies to the device where no dispatch mode sees it.
     device = _numbered(kwargs.get("device"))
     data, dtype = args[0] if args else kwargs.get("data"), kwargs.get("dtype")
     numbers = numbers_in(data, dtype)
@@ -258,7 +258,7 @@ def _as_tensor(
 
 # Tensors in nested lists: ``torch.tensor([loss, other])``. For Python's C interface a tensor is no
 # sequence, by which torch sees that a tensor without dimensions is a number there. A class whose
-# ``__getitem__`` is replaced would be one, and stay one.
+# ``__getitem__`` is replaced becomes one, and stays one.
 
 _is_sequence = ctypes.pythonapi.PySequence_Check
 _is_sequence.argtypes = [ctypes.py_object]
@@ -272,12 +272,12 @@ _ITEM = 3 * _POINTER
 
 
 def is_sequence(tensor: torch.Tensor) -> bool:
-    """Return whether C code takes ``tensor`` for a sequence."""
+    """Return whether C code treats ``tensor`` as a sequence."""
     return bool(_is_sequence(tensor))
 
 
-def be_no_sequences() -> None:
-    """Make tensors no sequences again, after ``Tensor.__getitem__`` was replaced."""
+def stop_being_sequences() -> None:
+    """Stop C code from treating tensors as sequences once ``Tensor.__getitem__`` was replaced."""
     if is_sequence(_NUMBER):
         for kind in _without_own_items(torch.Tensor):
             functions = ctypes.c_void_p.from_address(id(kind) + _AS_SEQUENCE).value
@@ -297,9 +297,9 @@ _NUMBER = torch.empty((), device="cpu")
 
 
 def numbers_in(data: Any, dtype: torch.dtype | None) -> tuple[Any, torch.dtype | None] | None:
-    """``data``, a nested list, with numbers for the CUDA tensors in it, and the type of all.
+    """Return ``data``, a nested list, with numbers for its CUDA tensors, and the type of all.
 
-    ``None`` where there are none. Each is read as by ``item()``, which in C++ is out of sight.
+    ``None`` if it has none. Each is read by ``item()``; C++ would read it unseen.
     Source: torch/csrc/utils/tensor_new.cpp (infer_scalar_type, recursive_store).
     """
     if not isinstance(data, (list, tuple)) or not _has_gpu_tensors(data):
@@ -316,7 +316,7 @@ def numbers_in(data: Any, dtype: torch.dtype | None) -> tuple[Any, torch.dtype |
 
 
 def _has_gpu_tensors(data: list[Any] | tuple[Any, ...]) -> bool:
-    # Most lists hold numbers alone, perhaps millions of them.
+    # Most lists hold only numbers, perhaps millions of them.
     kinds = set(map(type, data))
     if any(issubclass(kind, torch.Tensor) for kind in kinds) and any(map(_is_on_gpu, data)):
         return True

@@ -23,7 +23,7 @@ _grad: Any = vars(torch._C.TensorBase)["grad"]
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
-    """Check where an assigned gradient is, in torch's words.
+    """Check the device of an assigned gradient, with torch's error.
 
     Source: torch/csrc/autograd/python_variable.cpp (THPVariable_set_grad), torch 2.6 to 2.15.
     """
@@ -34,7 +34,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         _grad.__set__(tensor, gradient)
 
     replaced = property(_grad.__get__, assign, _grad.__delete__)
-    # Subclasses see by it that its result is not of their class.
+    # By it subclasses see that its result is not of their class.
     nowrap = frozenset({*torch.overrides.get_default_nowrap_functions(), replaced.__get__})
     patches.add(torch._tensor, "get_default_nowrap_functions", lambda: nowrap)
     patches.add(torch.Tensor, "grad", replaced)
@@ -44,15 +44,15 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     _add_grouping(patches)
 
 
-def _check_devices(here: torch.device, there: torch.device) -> None:
-    if here == there:
+def _check_devices(own: torch.device, assigned: torch.device) -> None:
+    if own == assigned:
         return
-    if here.type != there.type:
-        what = f"with device type '{there.type}' to a tensor with device type '{here.type}'"
+    if own.type != assigned.type:
+        what = f"with device type '{assigned.type}' to a tensor with device type '{own.type}'"
     else:
         what = (
-            f"located on device with index '{there.index}' to a tensor located on device with "
-            f"index '{here.index}'"
+            f"located on device with index '{assigned.index}' to a tensor located on device with "
+            f"index '{own.index}'"
         )
     raise RuntimeError(
         f"attempting to assign a gradient {what}. Please ensure that the gradient and the tensor "
@@ -63,7 +63,7 @@ def _check_devices(here: torch.device, there: torch.device) -> None:
 def _save_pageable(
     initialize: Any, hooks: save_on_cpu, pin_memory: bool = False, *args: Any, **options: Any
 ) -> None:
-    """Make ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the same for the device.
+    """Make ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the device allocates the same.
 
     Source: torch/autograd/graph.py (save_on_cpu), which otherwise fills a CPU tensor of its own.
     That tensor is contiguous, so the device first copies one that is not
@@ -80,7 +80,7 @@ _graph_task = torch._C._current_graph_task_id
 
 
 def _add_double_backward(machine: SimulatedMachine, patches: Patches) -> None:
-    """Count the nodes that each outermost pass has made.
+    """Count the nodes that each outermost backward pass has made.
 
     With streams of the user's own the numbers stay: they show on which stream a node was made.
     """
@@ -97,14 +97,14 @@ def _add_double_backward(machine: SimulatedMachine, patches: Patches) -> None:
                 number = machine.numbering.ended(began)
                 # (grad_tensors, retain_graph, create_graph, ...), torch/autograd/__init__.py
                 if len(args) > 2 and args[2] and not machine.streams.used:
-                    renumber(_made(t_outputs, args, results), began, number)
+                    renumber(_gradients_of(t_outputs, args, results), began, number)
 
     for owner in (torch.autograd, torch.autograd.graph):
         patches.wrap(owner, "_engine_run_backward", run)
 
 
-def _made(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
-    """Return the gradients of a pass: its results, or the present ones of its inputs or leaves."""
+def _gradients_of(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
+    """Return the gradients of a pass: its results, else ``grad`` of its inputs or leaves."""
     found = [each for each in results or () if isinstance(each, torch.Tensor)]
     if found:
         return found
@@ -113,9 +113,9 @@ def _made(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
 
 
 def _add_control_flow(machine: SimulatedMachine, patches: Patches) -> None:
-    """Show the machine the gradients of control flow that runs eagerly: torch traces them.
+    """Show the machine the operators of gradients of eager control flow, which torch traces.
 
-    It traces by running the code on the device, without any mode, and these computations take
+    torch traces by running the code on the device, without any mode, and these operators take
     memory like all others. Source: torch/_higher_order_ops/utils.py (``materialize_as_graph``),
     torch 2.11 to 2.15.
     """

@@ -1,4 +1,4 @@
-"""Functions of compiled extensions, whose kernels cannot be inspected.
+"""Functions of compiled extensions, whose kernels the simulation cannot see.
 
 A description (``operators.custom_kernels``) runs in their place; without one the test is
 skipped with a sentence that names them.
@@ -42,19 +42,19 @@ _WITHOUT_KERNELS = sys.stdlib_module_names | {"torch", "numpy", "sympy", "pytest
 
 
 class Extensions:
-    """Functions of compiled extensions that take tensors; on a simulated GPU they would crash."""
+    """Functions of compiled extensions that accept tensors; on a simulated GPU they would crash."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._newest: tuple[int, str] = (0, "")
-        """The number of modules, and the last of them, which an import changes."""
+        """The number of modules, and the name of the last one: an import changes them."""
         self._found: list[tuple[Any, str, _Guarded]] = []
         self._open: ExitStack | None = None
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Keep tensors of a simulated GPU from the extensions imported so far."""
-        self._look()
+        """Refuse tensors of a simulated GPU inside, in the extensions imported so far."""
+        self._look_for_new()
         with ExitStack() as opened:
             _replace(self._found, opened)
             self._open = opened
@@ -64,13 +64,13 @@ class Extensions:
                 self._open = None
 
     def compiled(self, module: Any, path: str) -> None:
-        """Keep them from ``module`` too, which the function of this ``path`` has compiled."""
+        """Refuse them in ``module`` too, which the function of this ``path`` has compiled."""
         found = _guards(module, module.__name__, path)
         self._found += found
         if self._open is not None:
             _replace(found, self._open)
 
-    def _look(self) -> None:
+    def _look_for_new(self) -> None:
         newest = len(sys.modules), next(reversed(sys.modules))
         if newest == self._newest:
             return
@@ -112,7 +112,7 @@ def _takes_tensors(value: Any) -> bool:
 
 
 class _Guarded:
-    """A compiled function; no Python function, which would bind as a method does."""
+    """A compiled function; no Python function, which would be bound to an instance as a method."""
 
     def __init__(
         self, function: Callable[..., Any], path: str, described_as: str | None = None
@@ -142,7 +142,7 @@ COMPILES = "torch.utils.cpp_extension"
 """A module that few tests import, as that takes long."""
 _LOADERS = ("load", "load_inline")
 _HAS_CUDA = torch.version.cuda is not None
-"""Whether this torch, and not the simulated one, is built with CUDA."""
+"""Whether the torch that runs, and not the simulated release, is built with CUDA."""
 
 
 def plan_compiling(patches: Patches, module: Any) -> None:
@@ -186,13 +186,13 @@ def plan_compiling(patches: Patches, module: Any) -> None:
 
 
 _NEEDS = (b"libcudart.so", b"libcuda.so", b"libcublas.so", b"cudart64_", b"nvcuda.dll")
-"""Names of libraries, one of which is in each library with kernels of CUDA's."""
+"""Names of libraries: every library with CUDA kernels contains one of them."""
 _OTHERS = frozenset({"torch", "triton", "nvidia"})
-"""Packages whose libraries are loaded for information about themselves."""
+"""Packages whose libraries are loaded only to ask for their version and the like."""
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
-    """Refuse to call functions of libraries with CUDA's kernels that ctypes loads inside.
+    """Refuse calls of functions in libraries with CUDA kernels that ctypes loads inside.
 
     Their kernels look for a driver: bitsandbytes's own library calls ``exit(1)`` where CUDA answers
     with an error (csrc/pythonInterface.cpp, csrc/ops.cuh: CUDA_CHECK_RETURN).
@@ -219,7 +219,7 @@ def _has_kernels(name: str) -> bool:
 
 
 def _refusing_class(kind: Any, library: str) -> Any:
-    """``kind``, the class of a library's functions, that refuses calls inside a simulation."""
+    """Return ``kind``, the class of a library's functions, so that it refuses calls."""
 
     class Refusing(kind):  # type: ignore[misc]  # each library has a class of its own
         _flags_ = kind._flags_

@@ -66,7 +66,7 @@ class _CudaType(type):
 
 
 def _legacy(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """Build a tensor as the old constructors do: from sizes an uninitialised one, else from data.
+    """Build a tensor as the old constructors do: uninitialised from sizes, else from data.
 
     Source: torch/csrc/utils/tensor_new.cpp (legacy_tensor_generic_ctor_new).
     """
@@ -103,7 +103,7 @@ def _new(tensor: torch.Tensor, *args: Any, device: Any = None) -> torch.Tensor:
     device = tensor.device if device is None else device
     if tensor.layout is not torch.sparse_coo:
         return _legacy(args, tensor.dtype, device)
-    # Indices, values and perhaps a size (legacy_sparse_tensor_generic_ctor_new), or a size alone.
+    # Indices, values and perhaps a size (legacy_sparse_tensor_generic_ctor_new), or only a size.
     if args and isinstance(args[0], torch.Tensor):
         # Passed explicitly, to avoid a warning that the old constructors do not give.
         checks = torch.sparse.check_sparse_tensor_invariants.is_enabled()
@@ -121,7 +121,7 @@ def new_tensor(
     requires_grad: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """``Tensor.new_tensor``: C++ would ask for the type that a tensor of this device has."""
+    """Run ``Tensor.new_tensor``, for which C++ would look up the type of tensors of this device."""
     return torch.tensor(
         data,
         dtype=tensor.dtype if dtype is None else dtype,
@@ -151,7 +151,7 @@ def _set_default(set_type: Callable[..., None], *args: Any, **kwargs: Any) -> No
 def _apply(
     module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """``Module._apply`` of a scripted module: C++ holds its tensors, so they are replaced there."""
+    """Run ``Module._apply`` on a scripted module: its tensors are in C++ and are replaced there."""
     if recurse:
         for child in module.children():
             child._apply(function)

@@ -1,7 +1,7 @@
 """NVML's readings, the CUDA runtime, NVTX and profilers.
 
-Readings that the allocator has are answered (memory in use). A sensor reads 0, with a note: a
-simulated GPU runs no kernels, uses no power and has no clock. Switches that would change no memory
+Readings that the allocator knows are answered (memory in use). A sensor reads 0, with a note: a
+simulated GPU runs no kernels, uses no power and has no clock. Switches that change no memory
 do nothing.
 """
 
@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import ALREADY_REGISTERED, NOT_REGISTERED
 
 _MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
-"""Readings of ``torch.cuda`` without a model here; all but the first two exist since 2.1."""
+"""Readings of ``torch.cuda`` that are not modelled; all but the first two exist since 2.1."""
 
 _index_of = torch.cuda._utils._get_device_index
 _CUDA = torch.profiler.ProfilerActivity.CUDA
@@ -58,7 +58,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _read(machine: SimulatedMachine, name: str, device: Any = None) -> int:
-    """Read 0 from a sensor."""
+    """Return 0 for a sensor, with a note."""
     _index_of(device, optional=True)
     line = machine.count_read(f"torch.cuda.{name}()")
     machine.note(
@@ -68,13 +68,13 @@ def _read(machine: SimulatedMachine, name: str, device: Any = None) -> int:
 
 
 def _memory_used(device: Any = None) -> int:
-    """Return the bytes that this process holds of the device, without a CUDA context."""
+    """Return the bytes of the device that this process uses, without a CUDA context."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
 def _list_gpu_processes(device: Any = None) -> str:
-    """Return this process only, in torch's format."""
+    """Return a table with this process only, in torch's format."""
     index = _index_of(device, optional=True)
     used = _memory_used(index) / (1024 * 1024)
     return f"GPU:{index}\nprocess {os.getpid():>10d} uses {used:>12.3f} MB GPU memory"
@@ -100,7 +100,7 @@ _ERRORS = {
 class Runtime:
     """``torch.cuda.cudart()``: the functions that torch binds (torch/csrc/cuda/shared/cudart.cpp).
 
-    Those that are not named here do nothing, and succeed.
+    Functions without an entry here do nothing, and succeed.
     """
 
     cudaError = _Error  # noqa: N815  # CUDA's own name
@@ -131,4 +131,4 @@ _refuse_timeline = refusing(
     "follows tensors by their addresses, which a simulated GPU does not have: run pytest "
     "--gpumem-device=dry, or take torch.cuda.memory._snapshot()",
 )
-"""Refuses what the profiler finds by addresses (csrc/profiler/data_flow.cpp)."""
+"""Refusal of the profiler's timeline (csrc/profiler/data_flow.cpp)."""

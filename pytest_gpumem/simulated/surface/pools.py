@@ -61,7 +61,7 @@ class SimulatedMemPool:
 
 
 class SimulatedMemPoolContext:
-    """``torch.cuda.MemPoolContext``, up to 2.7: a pool is the active one while this lives.
+    """``torch.cuda.MemPoolContext``, up to 2.7: its pool is the active one while it lives.
 
     Source: ``MemPoolContext`` of c10/cuda/CUDACachingAllocator.cpp. ``use_mem_pool`` makes one
     around its scope; snapshots and ``empty_cache`` then concern only the active pool.
@@ -85,7 +85,7 @@ class SimulatedMemPoolContext:
 
 
 def chosen_pool(machine: SimulatedMachine, pool: Sequence[Any] | None) -> PoolId:
-    """Return the pool a snapshot or ``empty_cache`` is about: all there are is ``SHARED_POOL``."""
+    """Return the pool of a snapshot or ``empty_cache``; ``SHARED_POOL`` stands for all pools."""
     if pool is not None:
         return pool[0], pool[1]
     active: SimulatedMemPool | None = machine.thread_state.pool
@@ -203,7 +203,7 @@ def _torch_errors() -> Iterator[None]:
 
 
 def _thread_on_gpu() -> tuple[int, bool]:
-    # Autograd's thread is another one on a GPU, though it is this one here.
+    # On a GPU, autograd's nodes run on another thread; here they run on this one.
     return threading.get_ident(), torch._C._current_graph_task_id() != -1
 
 
@@ -223,18 +223,20 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(pluggable, "__init__", refuses)
     add_functions(_functions(machine), patches)
     _add_states(machine, patches)
-    graph = type("CUDAGraph", (_above(Graph, torch.cuda.graphs.CUDAGraph),), {"_machine": machine})
+    graph = type(
+        "CUDAGraph", (_with_base(Graph, torch.cuda.graphs.CUDAGraph),), {"_machine": machine}
+    )
     for module in (torch.cuda, torch.cuda.graphs):
         patches.add(module, "CUDAGraph", graph)
     # torch keeps one capture stream for the whole process.
     patches.add(torch.cuda.graphs.graph, "default_capture_stream", None)
 
 
-def _above(base: type[Graph], torchs: type) -> type:
-    """Return torch's Python class of graphs with ``base`` in the place of its C++ one.
+def _with_base(base: type[Graph], torchs: type) -> type:
+    """Return torch's Python class of graphs with ``base`` in the place of its C++ base.
 
-    Its methods are the same code, with another class for ``super()`` to begin at. Those that only
-    look at the driver's graph are left out, and refused by ``base``.
+    Its methods have the same code, with another class for ``super()``. Those that only look at the
+    driver's graph are left out, and refused by ``base``.
     """
     own = CellType()
 
@@ -256,7 +258,7 @@ def _above(base: type[Graph], torchs: type) -> type:
 
 
 def _add_states(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace the functions about checkpoints of pools, and about memory of other storages.
+    """Replace the functions about pools' checkpoints, and about storages of borrowed memory.
 
     Source: torch/csrc/cuda/Module.cpp (_cuda_setCheckpointPoolState, removeStorageDeleterFns,
     addStorageDeleterFns, _construct_storage_from_data_pointer, _has_Standard_Deleter,
@@ -292,10 +294,10 @@ def _add_states(machine: SimulatedMachine, patches: Patches) -> None:
                 records[key].allocator = memory
 
     def storage_at(pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage at ``pointer``, which frees nothing."""
+        """Return a storage that refers to memory at ``pointer``, and does not free it."""
         storage = torch.UntypedStorage(nbytes, device="meta")
         record = storages.refer(storage, pointer, machine.device(torch.device(device).index))
-        left = machine.pool_contents.behind(pointer, nbytes)
+        left = machine.pool_contents.elements_at(pointer, nbytes)
         if left is not None:
             machine.values.put(record.key, left)
         return storage
@@ -309,14 +311,14 @@ def _add_states(machine: SimulatedMachine, patches: Patches) -> None:
         return record is not None and record.allocator is not BORROWED
 
     def release(key: int) -> None:
-        """Free the memory of the storage at ``key`` now, and not when it dies."""
+        """Free the memory of the storage at ``key`` now, instead of when it dies."""
         record = storages.by_key[key]
         record.allocator.free(record.address)
         record.allocator = BORROWED
 
-    def take_back(key: int, words: str) -> None:
-        """Raise an error with ``words`` at each read of the storage at ``key`` from now on."""
-        storages.taken_back[key] = words
+    def set_access_error(key: int, words: str) -> None:
+        """Make each later read of the storage at ``key`` raise an error with ``words``."""
+        storages.reused[key] = words
 
     for name, function in {
         "_cuda_getCheckpointState": pool_state,
@@ -329,11 +331,11 @@ def _add_states(machine: SimulatedMachine, patches: Patches) -> None:
             tensors[index].data_ptr() == addresses[index] for index in indices
         ),
         # torch takes its storage from the tensor; here tensors that share the storage raise, too.
-        "_set_storage_access_error_msg": lambda tensor, words: take_back(
+        "_set_storage_access_error_msg": lambda tensor, words: set_access_error(
             storage_key(tensor), words
         ),
-        "_set_storage_data_ptr_access_error_msg": take_back,
-        "_clear_storage_data_ptr_access_error_msg": lambda key: storages.taken_back.pop(key, None),
+        "_set_storage_data_ptr_access_error_msg": set_access_error,
+        "_clear_storage_data_ptr_access_error_msg": lambda key: storages.reused.pop(key, None),
         "_cuda_get_conv_benchmark_empty_cache": lambda: True,
         "_cudnn_set_conv_benchmark_empty_cache": lambda *_: None,
     }.items():

@@ -1,4 +1,4 @@
-"""Several GPUs: code that torch has in C++, out of sight, and operations without support here."""
+"""Several GPUs: C++ code that the mode does not see, and operations without support here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_COMM = (
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace functions that would take all GPUs for one, and refuse those that need real ones."""
+    """Replace functions that see all GPUs as one, and refuse those that need real ones."""
     for name in _OF_COMM:
         patches.add(torch._C, name, refusing(f"torch.nn.parallel.comm.{name[1:]}", _WHY))
     for name in ("reduce_add", "reduce_add_coalesced"):  # in Python, but for NCCL's
@@ -64,7 +64,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 def _scatter(
     tensor: torch.Tensor, devices: Sequence[int], sizes: Any, dim: int, streams: Any
 ) -> list[torch.Tensor]:
-    """Move ``tensor`` to a single GPU, which is its only part.
+    """Return ``tensor``, moved to a single GPU, as its only part.
 
     Source: torch/csrc/cuda/comm.cpp (scatter), torch 2.6 to 2.15.
     """
@@ -78,7 +78,7 @@ def _scatter(
 
 
 def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
-    """Copy a single tensor to the GPU ``destination``, or to the host where that is -1.
+    """Return a copy of a single tensor on the GPU ``destination``, on the host if that is -1.
 
     Source: torch/csrc/cuda/comm.cpp (gather), torch 2.6 to 2.15.
     """
@@ -120,7 +120,7 @@ def _copying(machine: SimulatedMachine) -> Callable[..., torch.Tensor]:
 
 
 def copied_to_gpu_of(machine: SimulatedMachine, tensor: torch.Tensor, value: Any) -> Any:
-    """Return the value to write into ``tensor`` for ``value``: a copy if it is on another GPU.
+    """Return what to write into ``tensor``: ``value``, copied if it is on another GPU.
 
     The copy that ``tensor[index] = value`` makes in C++ would not bring the gradient back.
     """
@@ -131,7 +131,7 @@ def _other_gpu(machine: SimulatedMachine, value: Any, tensor: torch.Tensor) -> G
     """Return the GPU of ``value``, if it has a gradient and is on another one than ``tensor``."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return None
-    here, there = machine.storages.of(tensor), machine.storages.of(value)
-    if here is None or there is None or here.device is there.device:
+    target, source = machine.storages.of(tensor), machine.storages.of(value)
+    if target is None or source is None or target.device is source.device:
         return None
-    return there.device
+    return source.device

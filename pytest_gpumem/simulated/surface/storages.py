@@ -1,4 +1,4 @@
-"""``torch.UntypedStorage`` and its relatives, where they stand for memory of a simulated GPU."""
+"""``torch.UntypedStorage`` and its methods, for memory of a simulated GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _resize: Any = torch.UntypedStorage.resize_
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace properties of storages, and how they change their size."""
+    """Replace properties of storages, and the methods that resize and copy them."""
     storages, storage = machine.storages, torch.UntypedStorage
     copy: Any = storage.copy_
 
@@ -80,7 +80,7 @@ def _whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
 
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float8_e5m2)
-"""Types in which any size can be filled with NaN."""
+"""Types with NaN, by descending size: any storage can be filled with one of them."""
 
 _WHY = {
     "_share_cuda_": "hands memory of a simulated GPU to another process, which does not have it",
@@ -97,7 +97,7 @@ def _guarded(
         if name in ("is_shared", "share_memory_"):
             return True if name == "is_shared" else storage
         known = machine.values.of_storage(storage)
-        if known is not None and name == "__getitem__":  # tolist() reads by it
+        if known is not None and name == "__getitem__":  # tolist() calls it
             return method(known, *args, **options)
     elif name == "is_shared" or storage._cdata not in machine.storages.unknown_on_cpu:
         return method(storage, *args, **options)

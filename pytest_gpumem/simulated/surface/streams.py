@@ -30,7 +30,7 @@ _TorchStream = torch.Stream
 class SimulatedEvent:
     """``torch.Event`` of a simulated GPU; other devices have their own.
 
-    It is complete as soon as the work before it is; times are the host's.
+    It is complete as soon as the work before it is; times are read from the host's clock.
     """
 
     _machine: ClassVar[SimulatedMachine]
@@ -82,7 +82,7 @@ class SimulatedEvent:
         self.moment = time.perf_counter()
 
     def query(self) -> bool:
-        """Return whether the event is complete, as the host then has seen."""
+        """Return that the event is complete, which the host has seen from then on."""
         self.synchronize()
         return True
 
@@ -140,7 +140,7 @@ class _CudaEvent(SimulatedEvent):
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: Any) -> NoReturn:
-        """Refuse an event of another process: they cannot see a simulated GPU."""
+        """Refuse an event of another process: processes cannot share a simulated GPU."""
         raise cuda_error("operation not supported")
 
     def ipc_handle(self) -> bytes:
@@ -211,7 +211,7 @@ class SimulatedStream:
         return ctypes.c_void_p(self.stream_id)
 
     def query(self) -> bool:
-        """Return whether all work is done, as the host then has seen."""
+        """Return that all work is done, which the host has seen from then on."""
         self.synchronize()
         return True
 

@@ -36,7 +36,7 @@ _setitem = raw.base("__setitem__")
 _numpy = raw.base("numpy")
 
 _Truth = bool
-"""``bool`` is a method below."""
+"""The type; in the class below ``bool`` is a method."""
 
 
 class TensorReads:
@@ -67,7 +67,7 @@ class TensorReads:
     def is_cuda(self, tensor: torch.Tensor) -> _Truth:
         if self._block(tensor) is not None:
             return True
-        # A wrapper: it has no storage, and a fake tensor reports its own device.
+        # A wrapper has no storage, and a fake tensor reports its own device.
         return tensor.__class__ not in raw.PLAIN and tensor.device.type == "cuda"
 
     def is_cpu(self, tensor: torch.Tensor) -> _Truth:
@@ -89,18 +89,18 @@ class TensorReads:
                 return self._without_values(tensor.untyped_storage()) + offset
             self._refuse_on_host(tensor, "data_ptr()")
             return int(_data_ptr(tensor))
-        self._storages.refuse_taken_back(block.key)
+        self._storages.refuse_reused(block.key)
         return block.pointer + int(tensor.storage_offset()) * tensor.element_size()
 
     def storage_data_ptr(self, address: Any, storage: torch.UntypedStorage) -> int:
         block = self._storages.by_key.get(storage._cdata)
         if block is not None:
-            self._storages.refuse_taken_back(block.key)
+            self._storages.refuse_reused(block.key)
             return block.pointer
         if storage._cdata in self._storages.unknown_on_cpu:
             if _is_asked_to_save():
                 return self._without_values(storage)
-            # There is nothing to be read there: ctypes would take it for empty.
+            # No memory is to be read there: ctypes would find it empty.
             raise UnknownValueError(self._unknown("data_ptr()"))
         return int(address(storage))
 
@@ -151,7 +151,7 @@ class TensorReads:
         granted = assumption_of(asking)
         if granted and tensor.__class__ not in raw.PLAIN and hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()  # of a DTensor, whose shards are read as well
-        if granted and self._is_open(tensor):
+        if granted and self._is_undecided(tensor):
             answer, note = granted
             self._machine.assume(note)
             return answer
@@ -175,7 +175,7 @@ class TensorReads:
             _setitem(tensor, index, value)
 
     def _as_indices(self, tensor: torch.Tensor, index: Any) -> Any:
-        """``tensor[[0, 2]]``: the list becomes a tensor on the device, which C++ does unseen.
+        """Return ``index`` with tensors on the device for lists, which C++ would make unseen.
 
         Source: torch/csrc/autograd/python_variable_indexing.cpp (sequenceToVariable).
         """
@@ -195,7 +195,7 @@ class TensorReads:
     def item(self, tensor: torch.Tensor) -> Any:
         with having(self._machine.thread_state, "reads_item", True):
             value = _item(tensor)
-        # In C++ it has become a plain number.
+        # C++ has made it a plain number.
         if self._is_unknown(tensor):
             if isinstance(value, float):
                 return PlaceholderFloat(value)
@@ -228,7 +228,7 @@ class TensorReads:
         if of_any_type and on_host and self._has_placeholder_integers(tensor, "numpy()"):
             import numpy as np
 
-            # One of numbers could not show that they are unknown.
+            # An array of numbers could not show that they are unknown.
             array = np.empty(tuple(tensor.shape), dtype=object)
             array.fill(PlaceholderInt())
             return array
@@ -253,8 +253,8 @@ class TensorReads:
             transfers.stage_move(block.device, tensor, {})
         return True
 
-    def _is_open(self, tensor: torch.Tensor) -> _Truth:
-        """Return whether a device tensor's values are unknown, or go back to an assumption."""
+    def _is_undecided(self, tensor: torch.Tensor) -> _Truth:
+        """Return whether a device tensor's values are unknown, or come from an assumption."""
         if self._block(tensor) is None or self._values.everything:
             return False
         return self._values.of(tensor) is None or self._values.facts.is_assumed((tensor,))
@@ -263,7 +263,7 @@ class TensorReads:
         self._refuse_on_host(tensor, read)
         block = self._block(tensor)
         if block is not None:
-            self._storages.refuse_taken_back(block.key)
+            self._storages.refuse_reused(block.key)
             raise UnknownValueError(self._unknown(read))
 
 

@@ -1,9 +1,8 @@
-"""``torch.Tensor``: reads, and moves between host and GPU, between GPUs and in place of another.
+"""``torch.Tensor``: reads, moves between host and GPUs, and ``tensor.data = other``.
 
-``tensor.data = other`` across devices: the tensor stays, with its gradient and its graph.
-
-torch lets CPU and CUDA take each other's place, but not CPU and ``meta``. It calls its dispatcher
-for that first, which answers here as for a GPU; the copying is then the same.
+``tensor.data = other`` across devices keeps the tensor, with its gradient and its graph. torch
+allows that between CPU and CUDA, but not between CPU and ``meta``. It asks its dispatcher first,
+which answers here as for a GPU; the copying is then the same.
 
 Source: torch/csrc/autograd/variable.cpp (VariableHooks::set_data), c10/core/TensorImpl.h
 (has_compatible_shallow_copy_type, shallow_copy_from), torch 2.6 to 2.15.
@@ -42,7 +41,7 @@ class Tensors(TensorReads):
         position = 0 if args else None
         target = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
         if isinstance(target, torch.Tensor):
-            # In C++ the other tensor would only be on meta.
+            # C++ would find the other tensor on meta.
             kwargs.pop("tensor", None)
             return self.to(tensor, target.device, target.dtype, *args[1:], **kwargs)
         if not isinstance(target, (torch.device, str, int)):
@@ -72,7 +71,7 @@ class Tensors(TensorReads):
         stays = device.type == "cuda" and self._machine.device(device.index)
         leaves = block is not None and block.device is not stays
         if leaves or self.device(tensor).type != device.type:
-            # Both ends may be meta to torch, which would then hand back the same tensor.
+            # To torch both ends may be meta, and it would return the same tensor.
             kwargs = {**kwargs, "copy": True}
         with self._machine.making(device):
             if position is None:
@@ -91,7 +90,7 @@ class Tensors(TensorReads):
             device = self._machine.device(device.index).torch_device
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if self.device(tensor) == device:
-            # The device adds nothing, so the type is first: None is this tensor's own.
+            # The device is left out, so the type is first: None stands for this tensor's own.
             first = [tensor.dtype if one is None else one for one in args[1:2]]
             return _to(tensor, *first, *args[2:], **kwargs)
         return _to(tensor, device, *args[1:], **kwargs)
@@ -127,7 +126,7 @@ class Tensors(TensorReads):
         return _type(tensor, dtype, non_blocking, **kwargs)
 
     def type_as(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        # In C++ the other tensor would only be on meta, without the GPU.
+        # C++ would find the other tensor on meta, without the GPU.
         return tensor.to(other)
 
 
@@ -151,14 +150,14 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _shape_of_lazy(tensor: torch.Tensor) -> torch.Size:
-    # Inside of operators, where C++ reads sizes, functions of subclasses are turned off.
+    # Inside operators, where C++ reads sizes, __torch_function__ of subclasses is disabled.
     if torch._C._is_torch_function_enabled():
         return _lazy_shape(tensor)
     return tensor.size()
 
 
 def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
-    # C++ gives its results their class, but the results of a mode have one already.
+    # C++ casts its results to their class, but those of a mode have a class already.
     made = torch._C.TensorBase.__new__(torch.Tensor, *args, **kwargs)
     return made if type(made) is kind else made.as_subclass(kind)
 
@@ -166,7 +165,7 @@ def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
 def _uploaded(
     tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """Return a copy of indices and values on ``device``: shapes would not show how many.
+    """Return a copy of a sparse tensor on ``device``: shapes do not show its number of elements.
 
     Source: aten/src/ATen/native/sparse/SparseTensor.cpp (copy_sparse_), ATen/SparseTensorUtils.h
     (copy_into_sparse).
@@ -188,7 +187,7 @@ _CPU = torch._C.DispatchKey.CPU
 
 @contextmanager
 def answering(machine: SimulatedMachine) -> Iterator[None]:
-    """Install the answer inside: before autograd, and in the execution for inference mode."""
+    """Install that answer inside: above autograd, and in the execution for inference mode."""
     device = TensorReads(machine).device
 
     def may_take_place(one: torch.Tensor, other: torch.Tensor) -> bool:

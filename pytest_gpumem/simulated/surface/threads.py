@@ -1,17 +1,16 @@
-"""Threads that the code under test starts, which use the simulated GPU too.
+"""Threads that the code under test starts, which use the simulated GPU, too.
 
-A mode of torch's belongs to one thread, so every other thread has to enter it, and state that a
-GPU's own driver has per thread (the current device) is per thread, too. Autograd's threads
-are not among them: backward of ``meta`` tensors runs on the thread that called it.
+A dispatch mode belongs to one thread, so every other thread has to enter it, and state that CUDA
+keeps by thread (the current device) is kept by thread here. Autograd's threads are not among
+these: backward of ``meta`` tensors runs on the thread that called it.
 
-What a thread of an earlier test allocates is no part of the present test. A GPU has one memory for
-all threads, so while there is such a thread its GPU gives every thread the memory that is its own:
-the present test's, or one beside it.
+Allocations by a thread of an earlier test are no part of the present test. While there is such a
+thread, a GPU has two memories: that of the present test, and one for threads of earlier tests.
 
 Replacements hold for all threads of the process, and a thread that compiles has to see torch's own
 functions. So nothing is compiled while another thread of the simulation lives that has used torch.
-The thread of a ``DataLoader`` that pins memory may: it pins under the lock of operators, which the
-compiling thread holds.
+The exception is the thread of a ``DataLoader`` that pins memory: it does so under the lock of
+operators, which the compiling thread holds.
 """
 
 from __future__ import annotations
@@ -41,26 +40,26 @@ from pytest_gpumem.simulated.surface import compilers
 from pytest_gpumem.values.errors import SimulationError
 
 UNMEASURED = "code that is not measured"
-"""Owner of the threads that are started while no test is."""
+"""Owner of threads that are started outside of tests."""
 
 
 class Task(NamedTuple):
-    """A unit of work on a thread: a thread's own function, or a task of an executor."""
+    """Work on a thread: a thread's own function, or a task of an executor."""
 
     name: str
     owner: str | None
-    """The test that started it; ``None``: a fixture that tests share, which outlives each."""
+    """The test that started it; ``None`` for a fixture that several tests share."""
 
 
 class Threads:
-    """The threads of one simulation beside the one that began it."""
+    """The threads of one simulation, besides the one that began it."""
 
     def __init__(
         self, machine: SimulatedMachine, joining: Callable[[], AbstractContextManager[object]]
     ) -> None:
         self._machine = machine
         self._joining = joining
-        """Installs the dispatch mode on one more thread."""
+        """Enters the dispatch mode on one more thread."""
         self.owner: str | None = UNMEASURED
         """The owner of tasks that start now, see :class:`Task`."""
         self._tasks: dict[int, Task] = {}
@@ -68,7 +67,7 @@ class Threads:
         self._leftovers: dict[int, Task] = {}
         """By thread: the task that an earlier test has started and that still runs."""
         self._failures: dict[threading.Thread, SimulationError] = {}
-        """By thread: the error of an operator it could not run; raised again where it is joined."""
+        """By thread: an error that its function ended with; raised where the thread is joined."""
         self.first = get_ident()
         """The thread that has entered the simulation first."""
         self.exclusive = Exclusive(machine.execution, lambda: (self.first, *self._tasks))
@@ -120,8 +119,8 @@ class Threads:
 
     def _share(self) -> None:
         execution = self._machine.execution
-        # Later, replaced names would be missing on other threads while it is imported. A worker
-        # of a DataLoader, whose queue has a thread, has no GPU to miss.
+        # Importing them later would restore names for other threads, too. A worker of
+        # a DataLoader, whose queue has a thread, uses no GPU.
         if execution.lock is None and not execution.in_child:
             compilers.load()
         execution.share()
@@ -162,7 +161,7 @@ class Threads:
         self._failures.clear()
 
     def begin(self, owner: str) -> None:
-        """Begin the test ``owner``: tasks that others have left running are no part of it."""
+        """Begin the test ``owner``: tasks of earlier tests that still run are no part of it."""
         self.owner = owner
         for thread, task in list(self._tasks.items()):
             if task.owner is not None:
@@ -195,14 +194,14 @@ class Threads:
         self._separate_memory()
 
     def _separate_memory(self) -> None:
-        """Give threads of earlier tests a memory of their own for as long as there are any."""
+        """Give threads of earlier tests a second memory for as long as there are any."""
         for gpu in self._machine.gpus:
             if not self._leftovers:
-                gpu.beside = None
-            elif gpu.beside is None:
+                gpu.leftover_workspaces = None
+            elif gpu.leftover_workspaces is None:
                 # At no address of another GPU.
                 memory = gpu.empty_memory(gpu.index + len(self._machine.gpus))
-                gpu.beside = partial(self._if_left_over, gpu.workspaces_in(memory))
+                gpu.leftover_workspaces = partial(self._if_left_over, gpu.workspaces_in(memory))
 
     def _if_left_over(self, workspaces: Workspaces) -> Workspaces | None:
         """Return ``workspaces`` to a thread of an earlier test, with a note."""
@@ -219,20 +218,20 @@ _LOADERS_LOOP = "_pin_memory_loop"
 
 
 class Exclusive:
-    """Gives one thread exclusive use of torch.
+    """Exclusive use of torch by one thread.
 
     ``threads`` are those that take part in the simulation; operators run in ``execution``.
     """
 
     patience = 1.0
-    """Seconds in which a thread that has done its work has to end."""
+    """Seconds to wait for threads that have done their work to end."""
 
     def __init__(self, execution: Dispatch, threads: Callable[[], Collection[int]]) -> None:
         self._execution = execution
         self._threads = threads
         self._holder: int | None = None
         self.patches = Patches()
-        """The replacement that stays while names are put back."""
+        """The replacement that stays while the others are undone."""
 
         def pin_memory(pin: Callable[..., Any], *args: Any, **options: Any) -> Any:
             with execution.lock or nullcontext():
@@ -247,13 +246,13 @@ class Exclusive:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Have exclusive use inside, which is refused while another thread lives."""
+        """Hold exclusive use inside; refuse if another thread lives."""
         lock = self._execution.lock
         if lock is None or self.is_mine:
             yield
             return
         if not self._is_alone():
-            # Replacements are the process's.
+            # Replacements hold for all threads.
             refuse(
                 "torch.compile",
                 "compiles while another thread lives that uses torch, which a simulated GPU "

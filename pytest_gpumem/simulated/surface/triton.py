@@ -1,8 +1,8 @@
 """Triton on a simulated GPU: everything around a kernel runs, and the kernel itself does nothing.
 
-A kernel allocates nothing: the Python code around it does. So what is allocated is exact without
-any description. The tensors that a kernel may write to have unknown values from then on, and
-nothing is compiled: code that asks for compiled kernels needs the dry device.
+A kernel allocates nothing: the Python code around it does. So the allocations are exact without any
+description. The tensors that a kernel may write to have unknown values from then on, and nothing
+is compiled: code that asks for compiled kernels needs the dry device.
 
 Source: triton/runtime/jit.py, autotuner.py and driver.py, triton/backends/nvidia/driver.py,
 releases 3.2 to 3.9.
@@ -33,7 +33,7 @@ from pytest_gpumem.values.errors import UnsupportedOperatorError
 RunKernel = Callable[..., Any]
 
 ARE_IN = "triton.runtime.jit"
-"""A module of Triton itself, once that is imported: others may be called ``triton``, too."""
+"""A module that only Triton itself has: other modules may be called ``triton``, too."""
 
 CLEARED_CACHE = 256 * 1024 * 1024
 """Bytes that ``triton.testing.do_bench`` clears before each run, so that the L2 cache holds nothing
@@ -62,7 +62,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _described(machine: SimulatedMachine, launch: RunKernel) -> RunKernel:
-    """Wrap ``launch`` to run a kernel's description, where it has one."""
+    """Wrap ``launch`` to run a kernel's description instead, if it has one."""
 
     def run(kernel: Any, *args: Any, **options: Any) -> Any:
         description = DESCRIPTIONS.kernels.get(base_function(kernel))
@@ -79,9 +79,9 @@ def _described(machine: SimulatedMachine, launch: RunKernel) -> RunKernel:
 
 
 def _launched(machine: SimulatedMachine, _: RunKernel) -> RunKernel:
-    """Return a launch that writes to the tensors that the kernel stores to, and does no more.
+    """Return a launch that only marks the tensors that the kernel stores to as unknown.
 
-    It raises ``ValueError`` for a tensor of the CPU, in the words of Triton's launcher.
+    It raises ``ValueError`` for a tensor of the CPU, with the text of Triton's launcher.
     """
     stores = Stores()
 
@@ -111,7 +111,7 @@ def _launched(machine: SimulatedMachine, _: RunKernel) -> RunKernel:
 
 
 def _tuned(machine: SimulatedMachine, real: RunKernel) -> RunKernel:
-    """Wrap ``Autotuner.run``: a real GPU must not use a configuration that was chosen here."""
+    """Wrap ``Autotuner.run``, so that no real GPU uses a configuration that was chosen here."""
 
     def run(tuner: Any, *args: Any, **options: Any) -> Any:
         kept = {name: vars(tuner)[name] for name in ("cache", "cache_results") & vars(tuner).keys()}
@@ -125,18 +125,18 @@ def _tuned(machine: SimulatedMachine, real: RunKernel) -> RunKernel:
 
 
 def _untimed(machine: SimulatedMachine, _: RunKernel) -> RunKernel:
-    """Return a timing by which the first configuration that the tuner keeps is the best."""
+    """Return a benchmark by which the tuner's first configuration is the best."""
 
     def _bench(tuner: Any, *_: Any, **__: Any) -> Sequence[float]:
         own = getattr(tuner, "_do_bench", None) is not None
-        takes = (
+        left_out = (
             "what its own do_bench allocates is left out"
             if own
             else f"Triton's runs clear {CLEARED_CACHE >> 20} MiB of memory, which is left out"
         )
         machine.note(
             f"{path_of(base_function(tuner))} at {user_line()} was not tuned: it got its first "
-            f"configuration; {takes}"
+            f"configuration; {left_out}"
         )
         return [0.0, 0.0, 0.0]
 
@@ -178,7 +178,7 @@ def is_driver(owner: Any, name: str, value: Any) -> bool:
 
 
 def _driver(kind: type, machine: SimulatedMachine) -> Any:
-    """Return Triton's own driver for CUDA, but for its queries to the device."""
+    """Return Triton's own driver for CUDA, with other queries of the device."""
 
     def __init__(self: Any) -> None:  # noqa: N807  # of the class below
         self.utils = _Utils(machine)

@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.below_autograd import jiterated
 
 MOST_LOOKED_AT = 8
-"""Items of a list whose device is looked up: all of them are on one device."""
+"""Items of a list whose device is looked up: the rest are on the same one."""
 
 _FLEX = sys.modules["torch._higher_order_ops.flex_attention"]
 _NEEDS_DEVICE = "needs a real CUDA device, so it cannot run on a simulated GPU"
@@ -54,9 +54,9 @@ _WITHOUT_DEVICE = frozenset(
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace functions that would abort, crash or complain of a missing driver."""
+    """Replace functions that would abort, crash, or complain about a missing driver."""
     patches.add(torch.export, "export", refusing("torch.export.export", _NEEDS_DEVICE))
-    # Modules make such functions while they are imported, torch's own helpers of tests too.
+    # Modules create such functions on import, torch's own test helpers, too.
     patches.add(torch.cuda.jiterator._JittedFunction, "__call__", jiterated)
     if hasattr(torch.cuda, "_compile_kernel"):  # came with 2.8
         own = refusing(
@@ -72,12 +72,12 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     _refuse_layouts(patches)
     dlpack = torch.utils.dlpack
     for owner, name in ((torch.Tensor, "__dlpack__"), (dlpack, "to_dlpack")):
-        patches.wrap(owner, name, _of_gpu(machine, name))
+        patches.wrap(owner, name, _without_memory(machine, name))
     name = "__cuda_array_interface__"
-    described = functools.partial(_of_gpu(machine, name), vars(torch.Tensor)[name].__get__)
+    described = functools.partial(_without_memory(machine, name), vars(torch.Tensor)[name].__get__)
     patches.add(torch.Tensor, name, property(described))
     if torch.__version__ < FOLLOWED_SINCE:
-        # Called for gradients only: it traces the score function with a mode that has a device.
+        # Called for gradients only: it traces the score function in a mode that has a device.
         with_gradients = refusing(
             "flex_attention with gradients",
             "traces its score function, which a simulated GPU follows since torch "
@@ -113,17 +113,17 @@ def _with_rule(mode: type, dispatch: Any, operator: Any, /, *args: Any, **kwargs
 
 
 def _refuse_layouts(patches: Patches) -> None:
-    """Refuse layouts that C++ makes on the device out of sight."""
+    """Refuse layouts that C++ makes on the device where no mode sees it."""
     for name in ("csr", "csc", "bsr", "bsc", "compressed"):
         name = f"sparse_{name}_tensor"
         why = "makes indices in C++ that a simulated GPU does not see: use sparse_coo_tensor"
-        patches.wrap(torch, name, _elsewhere(name, why))
+        patches.wrap(torch, name, _refused_on_gpu(name, why))
     why = "is strided, which no simulated GPU is: use layout=torch.jagged"
     for name in ("nested_tensor", "as_nested_tensor"):
-        patches.wrap(torch.nested, name, _elsewhere(f"nested.{name}", why))
+        patches.wrap(torch.nested, name, _refused_on_gpu(f"nested.{name}", why))
 
 
-def _elsewhere(name: str, why: str) -> Callable[..., Any]:
+def _refused_on_gpu(name: str, why: str) -> Callable[..., Any]:
     def call(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if options.get("layout") is not torch.jagged and _is_on_gpu((args, options)):
             refuse(f"torch.{name}", f"on a GPU {why}")
@@ -141,7 +141,7 @@ def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_is_on_gpu, value[:MOST_LOOKED_AT]))
 
 
-def _of_gpu(machine: SimulatedMachine, name: str) -> Callable[..., Any]:
+def _without_memory(machine: SimulatedMachine, name: str) -> Callable[..., Any]:
     is_on_host = machine.storages.is_unknown_on_cpu
 
     def call(method: Any, tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:

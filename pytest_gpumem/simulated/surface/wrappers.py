@@ -1,7 +1,7 @@
 """Tensors that hold others and report their own device: quantised weights, jagged tensors.
 
-To C++ a wrapper on a simulated GPU is on ``meta`` like its tensors, so that autograd and the
-engine, which look for a driver of any other device, take both for the same.
+To C++ a wrapper on a simulated GPU is on ``meta`` like its tensors: autograd and the engine look
+for a driver of any other device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _PLACE = "_pytest_gpumem_device"
-"""Attribute for a wrapper's device: weak references would keep it from being swapped."""
+"""Attribute for a wrapper's device: a weak reference to it would make ``swap_tensors`` fail."""
 _NAMES = (
     *("strides", "storage_offset", "memory_format", "dtype", "layout", "device", "pin_memory"),
     *("requires_grad", "dispatch_sizes_strides_policy", "dispatch_device", "dispatch_layout"),
@@ -46,7 +46,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
     @functools.wraps(common_device)
     def find_common_device(function: Any, arguments: Sequence[Any]) -> Any:
-        # C++ makes tensors of Python's numbers where it takes a GPU's fake tensor to be, which is
+        # C++ makes tensors of Python's numbers on the device of a GPU's fake tensor, which is
         # meta here (TensorCompare.cpp, where with a scalar).
         if any(_is_fake(one, "cuda") for one in arguments):
             arguments = [one for one in arguments if not (_is_fake(one, "meta") and not one.dim())]
@@ -55,7 +55,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
     # A pickled wrapper may be loaded elsewhere.
     patches.add(torch._utils, "_get_obj_state", lambda obj: without_place(state_of(obj)))
-    # In 2.6 it makes a tensor on the device, whose driver it takes to be there.
+    # In 2.6 it makes a tensor on the device, and so needs its driver.
     patches.add(fake_tensor, "init_gpu_context", lambda device: None)
     patches.add(base, "_make_subclass", faking(base._make_subclass))
     patches.add(kind, "_find_common_device", staticmethod(find_common_device))
@@ -66,7 +66,7 @@ def place_of(wrapper: torch.Tensor) -> torch.device | None:
     if wrapper.__class__ in raw.PLAIN:
         return None
     place: torch.device | None = wrapper.__dict__.get(_PLACE)
-    # C++ makes a DTensor out of sight (THPVariable_dtensor_new), on the device of its shard.
+    # C++ makes a DTensor unseen (THPVariable_dtensor_new), on the device of its shard.
     shard = getattr(wrapper, "_local_tensor", None) if place is None else None
     return shard.device if isinstance(shard, torch.Tensor) else place
 
@@ -78,7 +78,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def making(machine: SimulatedMachine, make: Callable[..., Any]) -> Any:
-    """``_make_wrapper_subclass``, whose wrappers of a GPU are on ``meta`` and know where."""
+    """Wrap ``_make_wrapper_subclass``: wrappers of a GPU are on ``meta`` and remember the GPU."""
 
     @functools.wraps(make)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -149,7 +149,7 @@ def test_other_ranks_are_taken_to_send_the_same(gpu: SimulatedRun) -> None:
     assert sent.tolist() == list(range(8))
     (note, *_) = gpu.notes
     assert note.startswith("a collective at tests/simulated/distributed/test_collectives.py:")
-    assert note.endswith(" takes what other ranks send for what this one does")
+    assert note.endswith(" assumes that other ranks send what this one does")
 
 
 def test_what_only_another_rank_knows_is_unknown(gpu: SimulatedRun) -> None:

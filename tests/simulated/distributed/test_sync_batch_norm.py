@@ -36,7 +36,7 @@ def test_statistics_of_all_ranks_are_gathered() -> None:
     ]
     # Two sums, the gradients of weight and bias, both sums to be reduced, the gradient of input.
     assert [size for size in backward if size != x.nbytes] == [16 * KIB] * 4 + [32 * KIB]
-    assert gpu.notes == ("SyncBatchNorm took it that no rank has an empty batch",)
+    assert gpu.notes == ("SyncBatchNorm assumed that no rank has an empty batch",)
 
 
 @pytest.mark.parametrize("ranks", [2, 4096])

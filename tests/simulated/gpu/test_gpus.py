@@ -128,7 +128,7 @@ def test_a_number_of_gpus_that_there_is_not(name: str) -> None:
     with pytest.raises(GpuError) as error:
         find_machine(name)
     assert str(error.value) == (
-        f"{name!r} does not say how many GPUs; write a number from 1 to 120 behind the star, as "
+        f"{name!r} does not say how many GPUs; write a number from 1 to 120 after the star, as "
         'in "T4*2"'
     )
 

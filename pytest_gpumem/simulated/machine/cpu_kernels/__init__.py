@@ -1,4 +1,4 @@
-"""Kernels on the CPU for operators that it does not have as CUDA has them; they compute values.
+"""CPU kernels of operators that only CUDA has, or has differently; they compute values.
 
 They use only torch, and signatures of its operators.
 """

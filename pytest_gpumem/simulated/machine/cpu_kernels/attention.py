@@ -1,6 +1,6 @@
-"""Fused attention, computed on the CPU; packed sequences stand one behind the other.
+"""Fused attention, computed on the CPU; packed sequences are concatenated.
 
-Random choices of a forward kernel are remembered as on CUDA, where a seed is among its results.
+Backward repeats the dropout of forward by its seed, which is among the results, as on CUDA.
 
 Source: aten/src/ATen/native/transformers/attention.cpp (_scaled_dot_product_attention_math),
 cuda/attention.cu (_flash_attention_forward, _efficient_attention_forward) and attention_backward.cu
@@ -184,16 +184,16 @@ def packed_backward(
 def _sequences(
     lengths: tuple[Tensor | None, Tensor | None], *tensors: Tensor
 ) -> Iterator[list[Tensor]]:
-    """Yield views of each sequence, (batch, heads, positions, head size), also of keys."""
+    """Yield, by sequence, views of all tensors: (batch, heads, positions, head size)."""
     by_query, by_key = lengths
     if by_query is None or by_key is None:
         yield [tensor.transpose(1, 2) for tensor in tensors]
         return
     packed = [tensor.squeeze(0) if tensor.dim() == 4 else tensor for tensor in tensors]
-    of_queries, of_keys = pairwise(by_query.tolist()), pairwise(by_key.tolist())
-    for mine, theirs in zip(of_queries, of_keys, strict=True):
+    query_ranges, key_ranges = pairwise(by_query.tolist()), pairwise(by_key.tolist())
+    for query, key in zip(query_ranges, key_ranges, strict=True):
         yield [
-            tensor[slice(*(theirs if at in _OF_KEYS[len(tensors)] else mine))].transpose(0, 1)[None]
+            tensor[slice(*(key if at in _OF_KEYS[len(tensors)] else query))].transpose(0, 1)[None]
             for at, tensor in enumerate(packed)
         ]
 
@@ -202,7 +202,7 @@ _OF_KEYS = {4: (1, 2), 7: (1, 2, 4, 5)}
 """Positions of the tensors of a forward or a backward that have the keys' lengths."""
 
 
-def _only(**unknown: Any) -> None:
+def _refuse_given(**unknown: Any) -> None:
     for name, value in unknown.items():
         if value is not None and value not in (-1, False):
             raise NotImplementedError(name)
@@ -213,7 +213,7 @@ def _packed_flash(
     max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *,
     scale: float | None = None, num_splits: int | None = None, **others: Any,
 ) -> Any:  # fmt: skip
-    _only(debug_mask=return_debug_mask or None, **others)
+    _refuse_given(debug_mask=return_debug_mask or None, **others)
     mask = _FROM_BOTTOM_RIGHT if is_causal else 0
     lengths = cum_seq_q, cum_seq_k
     given = query, key, value, lengths, dropout_p, mask, scale
@@ -245,7 +245,7 @@ def _packed_flash_backward(
     is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float | None = None,
     **others: Any,
 ) -> Any:  # fmt: skip
-    _only(**others)
+    _refuse_given(**others)
     mask = _FROM_BOTTOM_RIGHT if is_causal else 0
     lengths = cum_seq_q, cum_seq_k
     given = query, key, value, lengths, rng_state, dropout_p, mask, scale
@@ -258,7 +258,7 @@ def _packed_efficient(
     dropout_p: float, custom_mask_type: int, compute_log_sumexp: bool = False, *,
     scale: float | None = None, **others: Any,
 ) -> Any:  # fmt: skip
-    _only(bias=None if cu_seqlens_q is None else bias, **others)
+    _refuse_given(bias=None if cu_seqlens_q is None else bias, **others)
     lengths = cu_seqlens_q, cu_seqlens_k
     out, totals, seed = packed_forward(
         query, key, value, lengths, dropout_p, custom_mask_type, scale, lambda *_: bias
@@ -279,7 +279,7 @@ def _packed_efficient_backward(
     custom_mask_type: int, bias_requires_grad: bool, *, scale: float | None = None,
     num_splits_key: int | None = None, shared_storage_dqdkdv: bool = False, **others: Any,
 ) -> Any:  # fmt: skip
-    _only(bias=None if cu_seqlens_q is None else bias, **others)
+    _refuse_given(bias=None if cu_seqlens_q is None else bias, **others)
     lengths = cu_seqlens_q, cu_seqlens_k
     given = query, key, value, lengths, philox_seed, dropout_p, custom_mask_type, scale
     *gradients, by_bias = packed_backward(grad_out_, *given, lambda *_: bias)

@@ -3,9 +3,8 @@
 Batch norm, softmax and root mean square norm are as CUDA and cuDNN have them. The parts of a batch
 norm over several processes are not computed: their results are unknown.
 
-Each names the arguments that it uses, as its operator's schema does, and returns the operator's
-results; ``UNREAD`` stands for one that no formula reads, an integer for a tensor that is filled
-with it.
+A function's parameters are arguments of its operator's schema, and it returns the operator's
+results: ``UNREAD`` for one that no formula reads, an integer for a tensor that is filled with it.
 
 Source: aten/src/ATen/native/cuda/EmbeddingBag.cu (EmbeddingBag_updateOutputKernel_sum_mean and
 _max: which bag each index is in, and how many indices of a bag are no padding), SummaryOps.cu
@@ -101,7 +100,7 @@ def _grid_sampler_backward(self: Tensor, grid: Tensor, grad_output: Tensor) -> A
 
 
 _BY_CUDNN = (0, 0, True)
-"""The one way in which cuDNN samples: bilinear, zeros around, corners aligned."""
+"""The only mode in which cuDNN samples: bilinear, zeros around, corners aligned."""
 
 
 def _batch_norm(*args: Any) -> Any:
@@ -172,12 +171,12 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 @cache
 def kernel_of(func: Any) -> Callable[..., Any]:
-    """Return a function that computes ``func`` on the CPU and is called as it is."""
+    """Return a function with the parameters of ``func`` that computes it on the CPU."""
     kernel = _KERNELS.get(func.name(), _KERNELS.get(func._schema.name))
     if kernel is None:
         return func  # type: ignore[no-any-return]  # an operator
     parameters = inspect.signature(kernel).parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     # A kernel that writes to no ``out`` refuses one.
-    as_it_is = takes_all or is_out(func._schema)
-    return kernel if as_it_is else Signature(func._schema).bound(kernel)
+    is_called_alike = takes_all or is_out(func._schema)
+    return kernel if is_called_alike else Signature(func._schema).bound(kernel)

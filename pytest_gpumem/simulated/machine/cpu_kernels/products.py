@@ -2,9 +2,8 @@
 
 The sums run in float32, as those of cuBLAS do for these types. Source: native_functions.yaml and
 aten/src/ATen/native/cuda/Blas.cpp, ScaledBlas.cpp, int4mm.cu and Dropout.cu of torch 2.6 to 2.15.
-Layouts that are the libraries' own (2:4 sparse weights, block scales in swizzled order), products
-of groups with scales, and cuDNN's convolutions under their own names are not computed: their
-results are unknown.
+Private layouts of libraries (2:4 sparse weights, block scales in swizzled order), grouped products
+with scales, and the operators of cuDNN's convolutions are not computed: their results are unknown.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _BLOCK_SCALES = frozenset(
     for name in ("float8_e8m0fnu", "float8_e4m3fn")
     if (found := getattr(torch, name, None)) is not None
 )
-"""Types of scales that stand for blocks, in an order of CUDA's own."""
+"""Types of block scales, which CUDA keeps in swizzled order."""
 
 
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, **out: Tensor) -> Tensor:
@@ -66,11 +65,11 @@ def _refuse_blocks(*scales: Tensor) -> None:
 
 
 _NIBBLES = (torch.arange(4).view(2, 2, 1) * 4 + torch.arange(2) * 16).to(torch.int64)
-"""Bits by which a number is moved in its word: by tile of 16 columns, its half, and its parity."""
+"""Bits by which a number is shifted in its word: by tile of 16 columns, half of it, and parity."""
 
 
 def _convert_weight_to_int4pack(*arguments: Any) -> Tensor:
-    """matrix_to_m16n8k16_Bint4_layout: a word for each of 32 threads and each two tiles."""
+    """Pack as matrix_to_m16n8k16_Bint4_layout: a word for each of 32 threads and each two tiles."""
     weight, inner_k_tiles = arguments
     rows, columns = weight.shape[0], weight.shape[1] * 2
     numbers = torch.stack([weight >> 4, weight & 15], -1).to(torch.int64)

@@ -1,4 +1,4 @@
-"""Recurrent layers of cuDNN, and the cells of which CUDA has fused kernels.
+"""cuDNN's recurrent layers, and the cells that CUDA has fused kernels for, on the CPU.
 
 Source: aten/src/ATen/native/cudnn/RNN.cpp and native/RNN.cpp, of torch 2.6 to 2.15.
 """
@@ -28,11 +28,11 @@ def _recurrent(
     train: bool, bidirectional: bool, batch_sizes: Sequence[int],
 ) -> Any:  # fmt: skip
     if dropout and train:
-        raise NotImplementedError("what cuDNN drops is not among its results")
+        raise NotImplementedError("cuDNN does not return its dropout mask")
     state = (hx, cx) if mode == _LSTM else hx
     per_layer = weight_stride0 - (1 if proj_size else 0)
     weight = [
-        _as_layers_take(one, at % weight_stride0, per_layer, _GATES[mode] * hidden_size)
+        _in_layer_shape(one, at % weight_stride0, per_layer, _GATES[mode] * hidden_size)
         for at, one in enumerate(weight)
     ]
     shape = (per_layer == 4, num_layers, 0.0, train, bidirectional)
@@ -45,10 +45,10 @@ def _recurrent(
     return output, hidden, *(cell or [UNREAD]), UNREAD, None
 
 
-def _as_layers_take(weight: Tensor, at: int, per_layer: int, rows: int) -> Tensor:
-    """Return ``weight``, the one at ``at`` of its layer, in the shape that a layer has.
+def _in_layer_shape(weight: Tensor, at: int, per_layer: int, rows: int) -> Tensor:
+    """Return ``weight``, number ``at`` of its layer, in the shape that a CPU layer expects.
 
-    Autocast gives parts of its buffer, in columns (``get_parameters``).
+    Autocast passes parts of its buffer, in columns (``get_parameters``).
     """
     if at < 2:
         return weight.reshape(rows, -1)

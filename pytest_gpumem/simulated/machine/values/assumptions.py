@@ -1,7 +1,7 @@
 """Assumptions about unknown values, each with a note, so that common code keeps running.
 
 Nothing here is a guess at a number: gradients are finite, and an unknown token is none of
-the special ones, nor negative.
+the special ones, and not negative.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.machine.signatures import Args
 
 Assumption = Callable[[Any, Args, Any], "torch.Tensor | None"]
-"""(``Values``, arguments, result) -> the target that an in-place operator is assumed to leave."""
+"""(``Values``, arguments, result) -> the target that an in-place operator leaves as it was."""
 
 GENERATION = (
     "transformers compared tokens that are not computed with special tokens: none of them was "
@@ -37,7 +37,7 @@ _VALID = (
     "torch.distributions validated arguments whose values are not computed: they were taken for "
     "valid"
 )
-_EVERY_RANK = "SyncBatchNorm took it that no rank has an empty batch"
+_EVERY_RANK = "SyncBatchNorm assumed that no rank has an empty batch"
 _CONDITIONS: dict[tuple[str, str], tuple[bool, str]] = {
     ("nn.utils.clip_grad", "_get_total_norm"): (False, _FINITE_NORM),
     ("nn.utils.clip_grad", "get_total_norm"): (False, _FINITE_NORM),
@@ -77,10 +77,10 @@ _SEEDING = frozenset({"torch.utils.data.dataloader", "torch.utils.data.sampler"}
 
 
 def drawn_seed(device: int) -> int | None:
-    """Return a seed for the module of torch's that reads one; ``None`` for any other reader.
+    """Return a seed if one of torch's modules reads one; ``None`` for any other reader.
 
-    With ``cuda`` as the default device seeds are drawn there, which here is the GPU of the index
-    ``device``. It comes from the same generator.
+    With ``cuda`` as the default device these modules draw seeds there, from the generator of the
+    GPU of index ``device``, and so does this.
     """
     if _caller(_OWN)[0] not in _SEEDING:
         return None
@@ -96,21 +96,21 @@ def seeds_dropout() -> bool:
     return _caller(_OWN)[0] == "torch.nn.modules.rnn"
 
 
-class _Here(threading.local):
+class _Printing(threading.local):
     prints = False
 
 
-_here = _Here()
+_printing = _Printing()
 
 
 def printing() -> AbstractContextManager[None]:
     """Format a tensor inside, in this thread: nothing but its text depends on its numbers."""
-    return having(_here, "prints", True)
+    return having(_printing, "prints", True)
 
 
 def is_printing() -> bool:
     """Return whether this thread formats a tensor."""
-    return _here.prints
+    return _printing.prints
 
 
 _COMPARING = ("transformers.generation.", "transformers.modeling_utils")

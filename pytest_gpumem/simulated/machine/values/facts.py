@@ -1,11 +1,11 @@
-"""Facts about tensors beside values: that all elements are equal or bounded, or some infinite.
+"""Facts about tensors of unknown values: all elements equal or bounded, or some infinite.
 
-A mask of any size is known where every element of it is the same. Nothing is computed for each
-element, nor kept.
+A mask of any size is known where every element of it is the same. Nothing is computed or kept for
+each element.
 
-Random integers are bounded: ``(labels != -100).sum()`` is known of labels that were not drawn.
+Random integers are bounded: ``(labels != -100).sum()`` is known though no label was drawn.
 ``torch.randint(low, high, ...)`` holds integers from ``low`` to ``high - 1``, and so does a tensor
-copied, cut or put together from such tensors; anything written to them ends that.
+copied, cut or put together from such tensors, until something else is written to it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Fact:
     value: torch.Tensor | None = None
     """The value of every element, as a tensor of no dimensions on the CPU."""
     assumed: bool = False
-    """Whether that, or the values that are kept of it, go back to an assumption."""
+    """Whether that value, or values kept of the storage, come from an assumption."""
     infinite: Infinity = Infinity.NONE
     """Whether the program has put infinities or NaN in it."""
     bounds: Bounds | None = None
@@ -90,7 +90,7 @@ class ValueFacts:
         return Infinity.NONE if fact is None else fact.infinite
 
     def is_assumed(self, values: Iterable[Any]) -> bool:
-        """Return whether a fact about a tensor among ``values`` goes back to an assumption."""
+        """Return whether a fact about a tensor among ``values`` comes from an assumption."""
         found = (self.of(tensor) for tensor in tensors_in(values))
         return any(fact is not None and fact.assumed for fact in found)
 
@@ -127,8 +127,8 @@ class ValueFacts:
             return infinite
         return finite.held(args[at])
 
-    def counted(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return ``nonzero`` of a mask whose elements are all equal: without its values."""
+    def nonzero_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return ``nonzero`` of a mask whose elements are all equal: its shape, without values."""
         value = self.uniform(tensor)
         if value is None:
             return None
@@ -164,13 +164,13 @@ class ValueFacts:
         bounds = self._bounds(args[0]) if name in _COMPARISONS else None
         *_, number = args
         if bounds is not None and isinstance(number, (int, float)):
-            # From the least to the greatest a result changes at the other number, if at all.
+            # Between the bounds, a result can change only at the other number.
             numbers = {bounds.least, bounds.greatest}
             if bounds.least < number < bounds.greatest:
                 numbers.add(int(number))
             choices[0] = [torch.tensor(each, dtype=bounds.dtype, device="cpu") for each in numbers]
         results = [
-            # Where it writes, to a copy.
+            # In-place operators write to a copy.
             operator.func(*(v.clone() if isinstance(v, torch.Tensor) else v for v in chosen))
             for chosen in product(*choices)
         ]
@@ -194,7 +194,7 @@ class ValueFacts:
 
 
 def of_result(operator: Operator, fact: Fact, source: Any, result: torch.Tensor) -> Fact:
-    """``fact``, of the results of ``operator``, for ``result`` and its type."""
+    """Return ``fact`` about all results of ``operator`` as one about ``result``, of its type."""
     value = fact.value
     number = result.dtype.is_floating_point or result.dtype.is_complex
     infinite = fact.infinite if number else Infinity.NONE

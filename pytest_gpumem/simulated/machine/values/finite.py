@@ -1,7 +1,7 @@
 """Whether unknown numbers are finite: which operators ask, and which write an infinity or NaN.
 
-Random numbers, activations, losses and gradients are taken for finite. Tensors that code fills
-with an infinity or NaN are not, nor are results of them, until an operator bounds them.
+Random numbers, activations, losses and gradients are assumed to be finite. Tensors that code fills
+with an infinity or NaN are not, and neither are results of them, until an operator bounds them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ The mask of fused attention enters only by its exponential, forward and backward
 _RAISING = _names("exp exp2 relu amax max clamp_min")
 """Operators with finite results for minus infinity, where some elements they reduce are finite."""
 _GREATER = _names("maximum fmax logaddexp")
-"""Operators with finite results for minus infinity beside a finite operand."""
+"""Operators with finite results for minus infinity and a finite operand."""
 _KEEPING = _names(
     "fill full new_full full_like masked_fill where index_fill index_put scatter masked_scatter "
     "constant_pad_nd copy _to_copy clone add cat stack index gather triu tril"

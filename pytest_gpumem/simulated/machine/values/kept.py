@@ -20,12 +20,12 @@ MOST_INTEGERS = 65_536
 """Most elements of an integer or boolean tensor whose values are kept."""
 MOST_FLOATS = 4_096
 MOST_REPEATED = 1 << 20
-"""Elements of a view that are computed with: ``expand`` makes billions of one, as backward does of
-the gradient of a sum."""
+"""Most elements of a view to compute with: ``expand`` makes billions of one, and so does the
+backward pass of a sum."""
 
 
 class KnownValues:
-    """The elements of storages whose values are known, and which of all tensors those are."""
+    """The elements of storages whose values are known, found by tensor."""
 
     def __init__(self, storages: Storages, *, everything: bool) -> None:
         self.storages = storages
@@ -122,7 +122,7 @@ class KnownValues:
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 continue
             if value.shape != tensor.shape:
-                # What cuDNN's attention sums has no last dimension in 2.6.
+                # In 2.6 the sums that cuDNN's attention returns have no last dimension.
                 if value.squeeze(-1).shape != tensor.squeeze(-1).shape:
                     continue
                 value = value.view(tensor.shape)
@@ -132,7 +132,7 @@ class KnownValues:
                 made.add(key)
                 self._keep(tensor, value, value.untyped_storage()._cdata in used)
                 used.add(value.untyped_storage()._cdata)
-            elif parts or key in made:  # as cuDNN's gradients of a recurrent layer's weights
+            elif parts or key in made:  # gradients of cuDNN's weights are parts of one
                 view_of(base, layout_of(tensor)).copy_(value)
 
     def _keep(self, tensor: torch.Tensor, source: torch.Tensor, shared: bool) -> None:
@@ -193,7 +193,7 @@ class KnownValues:
 
 
 def _pairs(result: Any, computed: Any) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Yield the tensors of the device in ``result``, each with what was computed for it."""
+    """Yield the tensors of the device in ``result``, each with its computed value."""
     if isinstance(result, (list, tuple)):
         if isinstance(computed, (list, tuple)):
             for one, other in zip(result, computed, strict=False):

@@ -1,7 +1,7 @@
-"""Values beside shapes: those of CUDA tensors, kept on the CPU for as long as they are known.
+"""Values of CUDA tensors, kept on the CPU for as long as they are known.
 
 Small tensors made from constants, or copied from the CPU, stay known through deterministic
-operators: each of these is computed on the CPU beside its shapes. With ``everything`` the same is
+operators: each of these is computed on the CPU as well. With ``everything`` the same is
 done for tensors of any size and for random numbers, so that no value is unknown. Either way the
 simulated device allocates the same as without: this module does not touch its memory.
 """
@@ -51,7 +51,7 @@ class Values(Reading):
         self._state(fact, operator, args, kwargs, result)
 
     def records(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> bool:
-        """Add the call to a capture under way on this thread, if any, for when its graph runs."""
+        """Record the call if a capture is under way on this thread; return whether one is."""
         recording = self.recording()
         if recording is None:
             return False
@@ -63,7 +63,7 @@ class Values(Reading):
         return having(self, "_ignoring", True)
 
     def replace(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Update the values of ``result`` and of written tensors from ``operator`` as a whole."""
+        """Update the values of ``result`` and of written tensors, from a composite as a whole."""
         if self._ignoring or self.records(operator, args, kwargs, result):
             return
         fact = self._fact(operator, args, kwargs)
@@ -95,7 +95,7 @@ class Values(Reading):
     def shared(self, given: Iterable[Any]) -> list[Any] | None:
         """Return ``given`` with CPU tensors that share the values of its tensors.
 
-        ``None`` if one of them is not known. Memory that was not written to yet may be written to.
+        ``None`` if one of them is not known; uninitialised memory is, because it may be written to.
         """
         found = []
         for value in given:
@@ -151,7 +151,7 @@ class Values(Reading):
             self._derive(operator, args, kwargs, result)
 
     def _assume(self, operator: Operator, args: Args, result: Any) -> torch.Tensor | None:
-        """Assume that unknown numbers are finite where ``operator`` asks, or what else applies.
+        """Assume that unknown numbers are finite if ``operator`` asks, else its own assumption.
 
         Reading such a result adds a note. Returns the target that is assumed to stay as it was.
         """
@@ -198,7 +198,7 @@ class Values(Reading):
         targets = operator.targets(args, kwargs)
         for at, tensor in enumerate(targets or on_device(result)):
             stated = of_result(operator, fact, args[0], tensor)
-            if at:  # the places of what ``max`` has found
+            if at:  # the indices that ``max`` returns
                 stated = replace(stated, value=None)
             if targets or self.facts.of(tensor) is None:
                 if targets and not self._covers(tensor):

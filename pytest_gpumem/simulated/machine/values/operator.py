@@ -1,4 +1,4 @@
-"""Properties of an operator that following its values needs."""
+"""Properties of an operator that decide which values are known after it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OVERWRITES = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """The properties of an operator that following its values needs."""
+    """The properties of an operator that decide which values are known after it."""
 
     func: Any
     name: str
@@ -50,7 +50,7 @@ class Operator:
     moves_views: bool = False
     """Whether it changes only sizes and strides: ``t_``, ``squeeze_``, ``set_``."""
     undefined: bool = False
-    """Whether its results are random, or those of a stranger's kernel."""
+    """Whether its results are random, or come from a kernel that is not ATen's."""
     uninitialized: bool = False
     """Whether its results are uninitialised memory."""
     random: bool = False
@@ -59,7 +59,7 @@ class Operator:
     assumption: Assumption | None = None
     """The assumption that applies where an argument is unknown."""
     fills: bool = False
-    """Whether programs write infinities and NaN by it."""
+    """Whether programs write infinities and NaN with it."""
     makes: bool = False
     """Whether it is a factory, or copies between devices."""
     asks: bool = False
@@ -90,7 +90,7 @@ class Operator:
             compute=kernel_of(func),
             assumption=ASSUMPTIONS.get(func),
             fills=name in finite.FILLING,
-            # Of those with a device, ``is_pinned`` makes none.
+            # ``is_pinned`` has a device, too, and makes no tensor.
             makes=any(argument.name == "device" for argument in schema.arguments)
             and any(isinstance(each.type, torch.TensorType) for each in schema.returns),
             asks=func in finite.QUESTIONS,
@@ -98,7 +98,7 @@ class Operator:
 
     @classmethod
     def by(cls, compute: Callable[..., Any], written: tuple[tuple[int, str], ...] = ()) -> Operator:
-        """Describe the effect of ``compute``, no operator of torch's, on tensors of the CPU."""
+        """Describe ``compute``, a Python function on CPU tensors, as an operator."""
         name = getattr(compute, "__name__", str(compute))
         return cls(func=compute, name=name, compute=compute, written=written)
 

@@ -15,7 +15,7 @@ VALUE = 0.0
 """The placeholder, with which loss scaling and logging continue: the loss is finite."""
 
 _HARMLESS = frozenset({"json.encoder", "torch.optim._adafactor", "yaml.representer"})
-"""Modules whose comparisons of numbers decide about no memory: encoders ask for NaN and infinities
+"""Modules whose comparisons of numbers affect no memory: encoders look for NaN and infinities
 to write them, and torch's Adafactor clamps with ``max`` (torch 2.6 to 2.15)."""
 
 _DECODERS = (
@@ -40,9 +40,9 @@ class _AsFloat(type):
 class PlaceholderFloat(float, metaclass=_AsFloat):
     """0.0 in place of a number that was not computed.
 
-    It can be printed, stored and computed with, and so can results of it. To
-    compare it, or to ask whether it is true, raises :class:`UnknownValueError`: control flow and
-    assertions would otherwise go by a number that is made up.
+    It can be printed, stored and computed with, and so can results of it. Comparing it, or asking
+    whether it is true, raises :class:`UnknownValueError`: control flow and assertions would
+    otherwise depend on a made-up number.
     """
 
     __slots__ = ()
@@ -52,8 +52,8 @@ class PlaceholderFloat(float, metaclass=_AsFloat):
 class PlaceholderInt:
     """0 in place of an integer that was not computed.
 
-    Like :class:`PlaceholderFloat`; nor can it be an index, a size or a count. It is no ``int``,
-    whose value compiled code reads directly; only decoders of text may call its ``__index__``.
+    It behaves as :class:`PlaceholderFloat`, and cannot be an index, a size or a count. It is no
+    ``int``, whose value compiled code reads directly; only decoders of text may call ``__index__``.
     """
 
     __slots__ = ()
@@ -106,8 +106,8 @@ def _refuse(name: str, shown: str) -> None:
         _define(PlaceholderInt, name, of_integer)
 
 
-def _stay(name: str) -> None:
-    """Make the results of the operation ``name`` placeholders, too."""
+def _keep_placeholder(name: str) -> None:
+    """Make the results of the operation ``name`` placeholders again."""
     operation = getattr(float, name)
 
     def of_float(*operands: Any) -> Any:
@@ -149,7 +149,7 @@ for _name in (
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ "
     "__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __round__"
 ).split():
-    _stay(_name)
+    _keep_placeholder(_name)
 
 
 def dots(tensor: torch.Tensor, device: torch.device) -> str:
@@ -165,7 +165,7 @@ def dots(tensor: torch.Tensor, device: torch.device) -> str:
 
 
 def placeholder_integers(shape: Sequence[int]) -> list[Any]:
-    """Return what ``tolist()`` gives for a tensor of ``shape``, of placeholders."""
+    """Return the ``tolist()`` of a tensor of ``shape``, with a placeholder for each integer."""
     if len(shape) == 1:
         return [PlaceholderInt() for _ in range(shape[0])]
     return [placeholder_integers(shape[1:]) for _ in range(shape[0])]

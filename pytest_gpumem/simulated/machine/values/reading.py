@@ -70,7 +70,7 @@ class Reading(KnownValues):
             return None if real is None else raw.as_strided(real, (), ()).item()
 
     def if_finite(self, func: Any, args: Args) -> bool | None:
-        """Return the result of ``func`` where unknown numbers are finite, if that decides."""
+        """Return the result of ``func`` for finite numbers; ``None`` if that is not enough."""
         return finite.answer(self.single, self.facts.infinity, func, args)
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -93,7 +93,7 @@ class Reading(KnownValues):
         """Return the result of ``operator`` on the CPU; ``None`` if an argument is unknown."""
         computed = None
         if self.facts.by_key and operator.name == "aten::nonzero":
-            computed = self.facts.counted(args[0])
+            computed = self.facts.nonzero_of(args[0])
         elif self.facts.by_key and operator.name == "aten::_to_copy":
             uniform = self.facts.uniform(args[0])
             if uniform is not None:
@@ -196,7 +196,7 @@ class Reading(KnownValues):
 
 @contextmanager
 def _drawing(source: torch.Generator) -> Iterator[None]:
-    """Draw the CPU's random numbers from ``source``, for most operators the only way."""
+    """Make the CPU's default generator, the only one of most operators, draw from ``source``."""
     default = torch.default_generator
     before = default.get_state()
     default.set_state(source.get_state())
@@ -215,7 +215,7 @@ _GROUPS = (
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that new allocations can take, by the system and by the container.
+    """Return the bytes that can still be allocated, within the system's and container's limits.
 
     Only Linux has files with these numbers; elsewhere psutil reads them.
     """

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import Layout, is_written, layout_of
+from pytest_gpumem.simulated.machine.values.views import Layout, layout_of, write_result
 
 P = TypeVar("P", bound=Hashable)
-"""The place of a storage: whatever a device finds its values by."""
+"""The place of a storage: the key by which a device finds its values."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Step(Generic[P]):
     """A captured call."""
 
     operator: Operator | None
-    """``None`` for a kernel of which nothing is known but its targets."""
+    """``None`` for a kernel of which only the targets are known."""
     args: Args
     kwargs: Kwargs
     result: Any
     targets: Sequence[View[P]]
     generator: torch.Generator | None
-    """One that has the state from which random numbers are drawn, whatever state the program's
-    generator has later."""
+    """One that keeps the state from which this call draws: the program may give its generator
+    another."""
 
 
 class Recorder(ABC, Generic[P]):
@@ -68,7 +68,7 @@ class Recorder(ABC, Generic[P]):
         self.steps.append(Step(None, (), {}, None, self.described(list(tensors)), None))
 
     def described(self, value: Any) -> Any:
-        """Return ``value`` with descriptions in the place of its GPU tensors, for :meth:`add`."""
+        """Return ``value`` with a :class:`View` in place of each GPU tensor, for :meth:`add`."""
 
         def part(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -125,7 +125,7 @@ class Recorder(ABC, Generic[P]):
             if result.place not in written:
                 memory = self._seen(result, is_read=False)
             if memory is not None:
-                keep = self._mark_known if is_written(memory, computed) else self._forget
+                keep = self._mark_known if write_result(memory, computed) else self._forget
                 keep(result)
         elif isinstance(result, (list, tuple)):
             given = computed if isinstance(computed, (list, tuple)) else [None] * len(result)

@@ -11,7 +11,7 @@ from pytest_gpumem.simulated.machine.signatures import UNREAD
 
 
 class Layout(NamedTuple):
-    """A tensor as a view of its storage, without hold on it."""
+    """A tensor as a view of its storage, without a reference to either."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -23,7 +23,7 @@ class Layout(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte behind the last element, from the beginning of the storage."""
+        """The byte after the last element, from the beginning of the storage."""
         pairs = zip(self.shape, self.stride, strict=True)
         reach = sum(max(size - 1, 0) * step for size, step in pairs)
         return (self.offset + reach + 1) * self.dtype.itemsize
@@ -48,8 +48,8 @@ def view_of(base: torch.Tensor, layout: Layout) -> torch.Tensor:
     return torch._neg_view(view) if is_neg else view
 
 
-def is_written(memory: torch.Tensor, computed: Any) -> bool:
-    """Write a computed result to ``memory``, as far as it is one; return whether it was."""
+def write_result(memory: torch.Tensor, computed: Any) -> bool:
+    """Write ``computed`` to ``memory`` if it is a tensor or an integer; return whether it is."""
     if isinstance(computed, torch.Tensor) and computed.numel() == memory.numel():
         memory.copy_(computed.view(memory.shape) if computed.dim() != memory.dim() else computed)
         return True
@@ -71,7 +71,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def arbitrary(value: Any) -> Any:
-    """Return a CPU tensor of the shape of ``value`` with arbitrary values; others as they are."""
+    """Return a CPU tensor of the shape of ``value`` with arbitrary values; no tensor, as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     return raw.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=raw.CPU)

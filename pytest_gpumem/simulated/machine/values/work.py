@@ -1,4 +1,4 @@
-"""Computing that a run needs: estimated for a run on shapes, limited for a run with values.
+"""Computing time of a run: estimated for a run on shapes, limited for a run with values.
 
 Products, convolutions and attention are counted, by torch's own formulas; they are most of a
 network's computing. So an estimate is low where a run is made of something else: a run that then
@@ -47,7 +47,7 @@ _aten = torch.ops.aten
 _CONVOLUTION_BACKWARD = _aten.convolution_backward.default
 
 _FINE = 1e-4
-"""Seconds: a clock that is coarser cannot time a probe (that of a thread's time on Windows)."""
+"""Seconds: a coarser clock cannot time a probe (that of a thread's time on Windows)."""
 
 
 _is_fine = hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= _FINE
@@ -64,7 +64,7 @@ class Work:
 
     def __init__(self) -> None:
         self._calls: dict[Any, _Call] = {}
-        """By operator and shapes, which are all that is kept of calls."""
+        """Calls by operator and shapes; nothing else of them is kept."""
         self._times: Counter[Any] = Counter()
         self._limit: float | None = None
         self._spent = 0.0
@@ -145,7 +145,7 @@ class Work:
 
 
 def _has_formula(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)  # a Python function stands for an operator of parts
+    schema = getattr(func, "_schema", None)  # a composite's is a Python function
     return schema is not None and schema.name in _WITH_FORMULA and not is_out(schema)
 
 
@@ -153,8 +153,8 @@ def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     from torch.utils.flop_counter import flop_registry  # imports Triton where it is installed
 
     if func is _CONVOLUTION_BACKWARD:
-        # Torch's formula takes the weight's gradient for one of all channels by all, whatever the
-        # groups (conv_backward_flop in torch/utils/flop_counter.py, 2.6 to 2.15).
+        # Torch's formula computes the weight's gradient as if there were one group, whatever the
+        # number of groups (conv_backward_flop in torch/utils/flop_counter.py, 2.6 to 2.15).
         gradient, *operands, asked = args
         forward = flop_registry[_aten.convolution]
         shapes = operands[0], operands[1], None, *operands[3:]
@@ -174,7 +174,7 @@ def speed(dtype: torch.dtype) -> float:
     """Return the CPU's floating-point operations per second, in products of ``dtype``.
 
     Measured once in a process, in some milliseconds: on one thread, in its own time, and taken for
-    as many threads as torch has. Whatever else runs on the machine changes nothing.
+    as many threads as torch has. Other work on the machine does not change it.
     """
     if dtype not in _PROBES:  # as products of 8 bits are computed: in float32
         return speed(torch.float32)

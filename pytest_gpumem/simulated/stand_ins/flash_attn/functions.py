@@ -1,4 +1,4 @@
-"""The functions of flash-attn 2 and what autograd keeps of them; padding taken out and put back.
+"""The functions of flash-attn 2, what autograd saves for them, and how padding is removed.
 
 Source: flash_attn/flash_attn_interface.py and flash_attn/bert_padding.py of flash-attn 2.8.3.
 """
@@ -22,7 +22,7 @@ EVERYTHING: Window = (-1, -1)
 
 
 class _Options(NamedTuple):
-    """Options that all functions take."""
+    """Options that all functions have."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -34,7 +34,7 @@ class _Options(NamedTuple):
 
 
 class _Lengths(NamedTuple):
-    """Positions and lengths of sequences that lie one behind the other."""
+    """Positions and lengths of concatenated sequences."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -44,7 +44,7 @@ class _Lengths(NamedTuple):
 
 
 class FlashAttention(torch.autograd.Function):
-    """FlashAttnFunc and its siblings: q, k, v; q, kv; or qkv, the last with its parts stacked."""
+    """FlashAttnFunc and its siblings: q, k, v; q, kv; or qkv, where the last is stacked."""
 
     @staticmethod
     def forward(
@@ -55,7 +55,7 @@ class FlashAttention(torch.autograd.Function):
         grad: bool,
         *tensors: Tensor,
     ) -> Any:
-        """Attend; with gradients, keep inputs (padded ones where they are), out and softmax_lse."""
+        """Attend; with gradients, save inputs (padded ones if any), out and softmax_lse."""
         trains = grad and any(tensor.requires_grad for tensor in tensors)
         *separate, stacked = tensors
         count = 3 - len(separate)
@@ -147,11 +147,11 @@ _OPTIONS: dict[str, Any] = {
     "deterministic": False,
     "return_attn_probs": False,
 }
-"""Parameters of all six functions behind their own, with their defaults."""
+"""Parameters that all six functions have after their own, with their defaults."""
 
 
 def _function(tensors: str, lengths: str = "", **more: Any) -> Callable[..., Any]:
-    """Return a function of flash-attn: libraries look its parameters up by name."""
+    """Return a function of flash-attn with its signature, in which libraries look names up."""
     kind = Parameter.POSITIONAL_OR_KEYWORD
     signature = Signature(
         [
@@ -191,8 +191,8 @@ FUNCTIONS = {
     "flash_attn_varlen_kvpacked_func": _function("q kv", _LENGTHS),
     "flash_attn_varlen_qkvpacked_func": _function("qkv", "cu_seqlens max_seqlen"),
 }
-"""By name. Tensors are (batch, length, heads, size), or (all lengths together, heads, size) with
-the starts of the sequences; packed ones have their 2 or 3 parts before the heads."""
+"""By name. Tensors are (batch, length, heads, size), or (sum of lengths, heads, size) with the
+starts of the sequences; packed ones have their 2 or 3 parts before the heads."""
 for _name, _made in FUNCTIONS.items():
     _made.__name__ = _made.__qualname__ = _name
 
@@ -236,7 +236,7 @@ def flash_attn_with_kvcache(
 
 
 def fwd_kvcache(*args: Any) -> Any:
-    """``flash_attn_2_cuda.fwd_kvcache``: its targets have unknown values afterwards."""
+    """Stand for ``flash_attn_2_cuda.fwd_kvcache``: its targets have unknown values afterwards."""
     raise RuntimeError("flash_attn_with_kvcache: q must be on CUDA")
 
 

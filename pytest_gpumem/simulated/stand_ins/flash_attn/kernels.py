@@ -33,12 +33,12 @@ def forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mha_fwd: out, softmax_lse, S_dmask and rng_state."""
+    """Allocate as mha_fwd; return out, softmax_lse, S_dmask and rng_state."""
     q, k, v = _contiguous(q, k, v)
     _check(q, k, v, dropout_p, softcap)
     batch, length, heads, size = q.shape
     keys, key_heads = k.shape[1:3]
-    # Of one query, causal means nothing; a window that holds all keys is none.
+    # With one query, causal means nothing; a window that holds all keys is none.
     swapped = (
         length == 1
         and heads > key_heads
@@ -74,14 +74,14 @@ def varlen_forward(
     return_softmax: bool,
     zero_tensors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """mha_varlen_fwd: out, softmax_lse, S_dmask and rng_state."""
+    """Allocate as mha_varlen_fwd; return out, softmax_lse, S_dmask and rng_state."""
     q, k, v = _contiguous(q, k, v)
     _check(q, k, v, dropout_p, softcap)
     _check_lengths(cu_seqlens_q, cu_seqlens_k)
     batch, heads, size = cu_seqlens_q.numel() - 1, *q.shape[1:]
     key_heads = k.shape[-2]
     groups = heads // key_heads
-    # Here the window is compared with the keys only after this has been decided.
+    # Here the window is compared with the keys only after this decision.
     swapped = (
         max_seqlen_q == 1
         and groups > 1
@@ -124,7 +124,7 @@ def backward(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    """mha_bwd, mha_varlen_bwd: softmax_d. Sequences lie 128 rows apart in the accumulator."""
+    """Allocate as mha_bwd, or mha_varlen_bwd with 128 rows more a sequence; return softmax_d."""
     dout, q, k, v, out = _contiguous(dout, q, k, v, out)
     _check(q, k, v, dropout_p, softcap)
     *lengths, heads, size = q.shape
@@ -157,7 +157,7 @@ def with_cache(
     softcap: float,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """mha_fwd_kvcache: out and softmax_lse."""
+    """Allocate as mha_fwd_kvcache; return out and softmax_lse."""
     _require(
         new[0] is None or seqlens_k is not None,
         "If key is supplied, seqlens_k must also be passed in",
@@ -207,14 +207,14 @@ def _results(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _as_one_query(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results of one query, whose heads of a group were computed as its length."""
+    """Return the results of one query, computed with the heads of a group as its length."""
     batch, length, heads, size = out.shape
     out = out.transpose(1, 2).reshape(batch, 1, heads * length, size)
     return out, lse.reshape(batch, heads * length, 1)
 
 
 def _rounded(size: int) -> int:
-    """head_size_rounded."""
+    """Return head_size_rounded."""
     return round_up(size, 32 if size <= 128 else 64)
 
 
@@ -226,7 +226,7 @@ def _mask(q: Tensor, batch: int, heads: int, length: int, keys: int, *, kept: bo
 def _parts(
     q: Tensor, batch: int, heads: int, length: int, keys: int, splits: int = 0
 ) -> list[Tensor]:
-    """set_params_splitkv: softmax_lse_accum and out_accum, where the keys are split."""
+    """Allocate as set_params_splitkv: softmax_lse_accum and out_accum, if the keys are split."""
     size = q.shape[-1]
     if splits < 1:
         blocks = batch * heads * -(-length // 64)
@@ -250,7 +250,7 @@ def _accumulate(
     *,
     deterministic: bool,
 ) -> None:
-    """dq_accum, and gradients of keys and values for each head of queries, summed at the end."""
+    """Allocate dq_accum, and gradients of keys and values by query head, summed at the end."""
     if deterministic:
         splits = -(-_processors(q) // pairs)
         scratch = [q.new_zeros((splits, *accumulated), dtype=torch.float32)]
@@ -267,7 +267,7 @@ def _accumulate(
 
 
 def _drop(scratch: list[Tensor]) -> None:
-    """Free the newest first."""
+    """Free ``scratch``, the newest first."""
     while scratch:
         scratch.pop()
 
@@ -284,7 +284,7 @@ def _require(condition: bool, message: str) -> None:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, softcap: float, *, any_size: bool = False
 ) -> None:
-    """Check the conditions that users meet, in the library's own words."""
+    """Check the conditions that users may violate, with the library's errors."""
     used()
     newest = torch.cuda.get_device_capability(q.device)[0] >= 8
     _require(newest, "FlashAttention only supports Ampere GPUs or newer.")
@@ -372,7 +372,7 @@ def _register(name: str, described: _Described) -> Any:
     """Register an operator and return it; a description of the user's own comes first."""
 
     def run(*args: Any, **options: Any) -> Any:
-        raise RuntimeError(f"the stand-in of {name} runs on a simulated GPU alone")
+        raise RuntimeError(f"the stand-in of {name} runs on a simulated GPU only")
 
     operator = torch.library.custom_op(
         name, run, mutates_args=described.mutates, device_types="cuda", schema=described.schema

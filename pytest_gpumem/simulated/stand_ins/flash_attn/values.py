@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.machine.cpu_kernels.attention import packed_backwar
 
 
 class _Call(NamedTuple):
-    """Arguments of all four operators, in their order; torch leaves out those at their default."""
+    """Arguments of all four operators, in order; torch leaves out those with default values."""
 
     dropout_p: float
     scale: float
@@ -28,7 +28,7 @@ class _Call(NamedTuple):
     alibi_slopes: Tensor | None = None
 
     def bias(self, sequence: int, query: Tensor, key: Tensor) -> Tensor:
-        """Return what is added to the scores of sequences that begin with ``sequence``."""
+        """Return what is added to the scores of ``query`` and ``key``, from ``sequence`` on."""
         length, keys = query.shape[-2], key.shape[-2]
         distance = torch.arange(length)[:, None] + keys - length - torch.arange(keys)
         added, slopes = torch.zeros_like(distance, dtype=torch.float32), self.alibi_slopes
@@ -42,12 +42,12 @@ class _Call(NamedTuple):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """``flash_attn::_flash_attn_forward``."""
+    """Compute ``flash_attn::_flash_attn_forward``."""
     return _attend(q, k, v, (None, None), rest)
 
 
 def varlen_forward(*args: Any, **others: Any) -> tuple[Tensor, ...]:
-    """``flash_attn::_flash_attn_varlen_forward``."""
+    """Compute ``flash_attn::_flash_attn_varlen_forward``."""
     q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, *rest = args
     if any(each is not None for each in (*rest[8:11], *map(others.get, _OF_CACHES))):
         raise NotImplementedError("paged or padded keys")
@@ -55,7 +55,7 @@ def varlen_forward(*args: Any, **others: Any) -> tuple[Tensor, ...]:
 
 
 def backward(*args: Any, **_: Any) -> Tensor:
-    """``flash_attn::_flash_attn_backward``; gradients go into ``dq``, ``dk``, ``dv``."""
+    """Compute ``flash_attn::_flash_attn_backward``; gradients go into ``dq``, ``dk``, ``dv``."""
     dout, q, k, v, out, _lse, dq, dk, dv, *rest = args
     batch, length, heads, _size = q.shape
     softmax_d: Tensor = q.new_zeros((batch, heads, -(-length // 128) * 128), dtype=torch.float32)
@@ -65,7 +65,7 @@ def backward(*args: Any, **_: Any) -> Tensor:
 
 
 def varlen_backward(*args: Any, **_: Any) -> Tensor:
-    """``flash_attn::_flash_attn_varlen_backward``."""
+    """Compute ``flash_attn::_flash_attn_varlen_backward``."""
     dout, q, k, v, _out, _lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, _, _, *rest = args
     lengths = cu_seqlens_q, cu_seqlens_k
     _differentiate((dq, dk, dv), dout, q, k, v, lengths=lengths, rest=rest)
@@ -88,7 +88,7 @@ def _call(rest: Sequence[Any]) -> _Call:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, lengths: _Lengths, rest: Sequence[Any]
 ) -> tuple[Tensor, ...]:
-    """Return the output, its logsumexp, no probabilities, and a state of the generator."""
+    """Return the output, its logsumexp, an empty mask, and a generator's state."""
     call = _call(rest)
     out, totals, _ = packed_forward(q, k, v, lengths, 0.0, 0, call.scale, call.bias)
     lse = totals[0] if lengths[0] is None else torch.cat([each[0] for each in totals], 1)
