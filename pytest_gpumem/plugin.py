@@ -161,10 +161,10 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
         try:
             return (yield)
         except BaseException as error:
-            again = lifecycle.again(item, error)
-            if again is None:
+            rerun = lifecycle.next_run(item, error)
+            if rerun is None:
                 raise
-        return lifecycle.repeat(item, again, called=False)
+        return lifecycle.repeat(item, rerun, called=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -195,12 +195,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         try:  # no context around it: an error of a further run would then follow the first one's
             with lifecycle.calling():
                 yield
-            again = lifecycle.again(item)
+            rerun = lifecycle.next_run(item)
         except BaseException as error:
-            again = lifecycle.again(item, error)
-            if again is None:
+            rerun = lifecycle.next_run(item, error)
+            if rerun is None:
                 raise
-        lifecycle.repeat(item, again, called=True)
+        lifecycle.repeat(item, rerun, called=True)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
