@@ -56,10 +56,10 @@ def needs_of(
     folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     measured: list[_Measured] = []
     if paths and all(path.suffix == ".json" for path in paths):
-        measured = [one for path in paths for one in _of_report(path)]
+        measured = [one for path in paths for one in _measured_in_report(path)]
         tests, source = _needs(measured, runners), "as measured by"
     elif folder and any(folder.rglob("*.json")) and not any(folder.rglob("*.py")):
-        measured = list(_of_baselines(folder))
+        measured = list(_measured_in_baselines(folder))
         tests, source = _needs(measured, runners), "stored baselines of"
     else:
         tests, source = _run(given or ["."], runners, dry=dry)
@@ -71,7 +71,7 @@ def needs_of(
     return sorted(timed, key=lambda test: test.nodeid), sources
 
 
-def _of_report(path: Path) -> Iterator[_Measured]:
+def _measured_in_report(path: Path) -> Iterator[_Measured]:
     from pytest_gpumem.report.json_report import read_report
 
     for record in read_report(path):
@@ -88,7 +88,7 @@ def _of_report(path: Path) -> Iterator[_Measured]:
         )
 
 
-def _of_baselines(folder: Path) -> Iterator[_Measured]:
+def _measured_in_baselines(folder: Path) -> Iterator[_Measured]:
     from pytest_gpumem.baseline.store import read_folder
 
     for module, file in read_folder(folder):

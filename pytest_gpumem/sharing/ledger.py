@@ -76,7 +76,7 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision to a test's request."""
+    """The decision on a test's request."""
 
     granted: bool
     must_tear_down: bool
