@@ -47,7 +47,7 @@ class Group(Plain):
 
 @dataclass
 class Line(Plain):
-    """A line of a function, all its executions together; sizes in bytes."""
+    """A line of a function, with all its executions; sizes in bytes."""
 
     path: str
     number: int
@@ -61,16 +61,16 @@ class Line(Plain):
     peak: int = 0
     """The most bytes allocated while it ran."""
     process: int | None = None
-    """The bytes that the process held of the device when the line was left for the last time: by
-    NVML, with the CUDA context; on a simulated device, which has none, what the allocator has
-    reserved. ``None`` where NVML cannot read it."""
+    """The bytes of the device that the process held when the line was left for the last time: by
+    NVML, with the CUDA context; on a simulated device the allocator's reserved bytes. ``None``
+    if NVML cannot read it."""
     added: tuple[Group, ...] = ()
     removed: tuple[Group, ...] = ()
 
 
 @dataclass
 class _Execution:
-    """A line from when it was reached to when the next one was; positions in the history."""
+    """One execution of a line, until the next line is reached; positions in the history."""
 
     code: CodeType
     number: int
@@ -111,8 +111,8 @@ def lines_of(
 ) -> list[Line]:
     """Run ``target`` on a simulated ``gpu`` and return the memory of each line of ``functions``.
 
-    ``gpu="cuda"`` is the current CUDA device. Lines are in the order in which they were reached
-    first. Calls made by a line count to it.
+    ``gpu="cuda"`` is the current CUDA device. Lines are in the order of their first execution. A
+    line's memory includes that of the calls it makes.
     """
     codes = frozenset(function.__code__ for function in functions)
     return on_device(gpu, "", lambda device: _measured(target, codes, device))

@@ -59,7 +59,7 @@ def hide_own_frames() -> None:
 
 
 def leave_the_sentence(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:
-    """Let a failure that is a sentence of this plugin name the test's line, and show no other line.
+    """Show a failure that is a sentence of this plugin at the test's line, and add no other line.
 
     If every frame is hidden, as in a set-up that does not reach the user's code, pytest adds a line
     on how to show them; and it names the innermost frame that is not hidden.
