@@ -37,13 +37,13 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
     text: str = arguments.target
     target = _function(text, gpu, "lines are those of a function")
     followed = [
-        _plain(name, _function(name, gpu, "give a function", takes_arguments=True))
+        _undecorated(name, _function(name, gpu, "give a function", takes_arguments=True))
         for name in arguments.function
     ]
     if gpu == CUDA and not torch.cuda.is_available():
         raise TargetError("torch sees no CUDA device; name a model to be simulated")
     with refusing(text, SimulationError, ValueError):
-        found = lines_of(target, [_plain(text, target), *followed], gpu)
+        found = lines_of(target, [_undecorated(text, target), *followed], gpu)
     return Answer(_line_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
 
 
@@ -58,7 +58,7 @@ def _function(text: str, gpu: str, wrong: str, *, takes_arguments: bool = False)
     return target
 
 
-def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _undecorated(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the undecorated function, which must be written in Python to have lines."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__

@@ -87,7 +87,7 @@ def layers_of(
 def _analyzed(target: Callable[[], Any], inputs: Sequence[Input]) -> list[Layer]:
     layers: list[Layer] = []
     with pytest.MonkeyPatch.context() as patches, suppress(_DoneError):
-        patches.setattr(nn.Module, "__call__", _followed(nn.Module.__call__, layers))
+        patches.setattr(nn.Module, "__call__", _analyzing_call(nn.Module.__call__, layers))
         returned = target()
         if not layers:
             _call(returned, inputs)
@@ -124,7 +124,7 @@ def _call(returned: Any, given: Sequence[Input]) -> None:
         model(*inputs)
 
 
-def _followed(call: Callable[..., Any], found: list[Layer]) -> Callable[..., Any]:
+def _analyzing_call(call: Callable[..., Any], found: list[Layer]) -> Callable[..., Any]:
     """Return a ``Module.__call__`` that runs the first model and adds its layers to ``found``."""
     following: _Pass | None = None
 

@@ -81,7 +81,7 @@ class _Execution:
 
 
 @contextmanager
-def _following(
+def _tracing_lines(
     codes: frozenset[CodeType], position: Callable[[], int], process: Callable[[], int | None]
 ) -> Iterator[list[_Execution]]:
     """Trace the lines of some functions inside, by ``sys.settrace``."""
@@ -121,7 +121,7 @@ def lines_of(
 def _measured(target: Callable[[], Any], codes: frozenset[CodeType], device: Device) -> list[Line]:
     if recorder := device.recorder:
         own = device.index
-        return _followed(target, codes, recorder, own, lambda: torch.cuda.memory_reserved(own))
+        return _run_traced(target, codes, recorder, own, lambda: torch.cuda.memory_reserved(own))
     torch.cuda.init()
     index = torch.cuda.current_device()
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
@@ -132,10 +132,10 @@ def _measured(target: Callable[[], Any], codes: frozenset[CodeType], device: Dev
 
     history = RecordedHistory()
     with history.during("all"):
-        return _followed(target, codes, history, index, process)
+        return _run_traced(target, codes, history, index, process)
 
 
-def _followed(
+def _run_traced(
     target: Callable[[], Any],
     codes: frozenset[CodeType],
     recorder: Recorder,
@@ -146,7 +146,7 @@ def _followed(
     tracker = PhaseTracker(CudaStatistics(), account.positions)
     account.begin((), None)
     begin = position_on(device, recorder.positions())
-    following = _following(
+    following = _tracing_lines(
         codes, lambda: position_on(device, recorder.positions()) - begin, process
     )
     with AutomaticPhases(tracker, account.observer).watching(), following as executions:

@@ -144,10 +144,10 @@ def _run(
     source = f"simulated on each runner by the rules of torch {release}"
     if dry:
         source = f"dry on each runner, by torch {release}'s own CUDA code"
-    return [_answered(nodeid, found) for nodeid, found in by_test.items()], source
+    return [_planned_test(nodeid, found) for nodeid, found in by_test.items()], source
 
 
-def _answered(nodeid: str, answers: Sequence[MachineResult]) -> PlannedTest:
+def _planned_test(nodeid: str, answers: Sequence[MachineResult]) -> PlannedTest:
     sizes, refusals = {}, {}
     for answer in answers:
         if answer.measured and answer.record is not None:
@@ -174,7 +174,7 @@ def _timed(
     known, where = _durations(measured, durations)
     timed = []
     for test in tests:
-        taken = {runner.name: _taken(test.nodeid, known, runner) for runner in runners}
+        taken = {runner.name: _seconds_on(test.nodeid, known, runner) for runner in runners}
         seconds = {name: value for name, value in taken.items() if value is not None}
         timed.append(replace(test, seconds=seconds))
     count = sum(bool(test.seconds) for test in timed)
@@ -214,7 +214,7 @@ def _durations(
     return {}, ""
 
 
-def _taken(nodeid: str, known: Seconds, runner: Rental) -> float | None:
+def _seconds_on(nodeid: str, known: Seconds, runner: Rental) -> float | None:
     """Return a test's seconds on ``runner``: measured there, else on any GPU, else simulated."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", runner.model.full_name)
     ranked: dict[int, list[float]] = defaultdict(list)

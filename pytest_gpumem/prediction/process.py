@@ -140,24 +140,24 @@ def run_tests(
     pytest ends before it runs tests.
     """
     if not request.dry:
-        return _answers(request, arguments, folder, {})
+        return _results(request, arguments, folder, {})
     from pytest_gpumem.dry.load import environment_of_option
 
     found = []
     for machine in request.machines:
         gpu = machine.model.name
         one = replace(request, machines=(machine,), unbounded=False)
-        for answer in _answers(one, arguments, folder, environment_of_option(gpu)):
+        for answer in _results(one, arguments, folder, environment_of_option(gpu)):
             if request.unbounded and answer.problem == RAN_OUT:
                 again = replace(one, tests=(answer.nodeid,))
                 larger = environment_of_option(gpu, UNBOUNDED)
-                (large,) = _answers(again, arguments, folder, larger)
+                (large,) = _results(again, arguments, folder, larger)
                 answer = replace(large, fits=False)
             found.append(answer)
     return found
 
 
-def _answers(
+def _results(
     request: Request, arguments: Sequence[str], folder: Path | None, variables: Mapping[str, str]
 ) -> list[MachineResult]:
     """Return the results of ``request`` from a process with these environment ``variables``."""
@@ -281,7 +281,7 @@ class _Runs:
         self._request = request = selector.request
         self._selector = selector
         self._folder = folder
-        self._answers: list[dict[str, Any]] = []
+        self._results: list[dict[str, Any]] = []
         self._present: dict[str, dict[str, Any]] = {}
         self._short: set[str] = set()
         """Tests that ran out of memory."""
@@ -309,7 +309,7 @@ class _Runs:
                     large = replace(machine.model, total_memory=UNBOUNDED)
                     again = self._run(short, Machine(large, machine.count))
                     found.update((name, {**one, "fits": False}) for name, one in again.items())
-                self._answers += found.values()
+                self._results += found.values()
         return True
 
     @pytest.hookimpl(wrapper=True)
@@ -334,7 +334,7 @@ class _Runs:
             answer["problem"] = RAN_OUT if report.nodeid in self._short else _problem(report)
 
     def pytest_sessionfinish(self) -> None:
-        (self._folder / ANSWER).write_text(json.dumps(self._answers), encoding="utf-8")
+        (self._folder / ANSWER).write_text(json.dumps(self._results), encoding="utf-8")
 
     def _run(self, items: list[pytest.Item], machine: Machine) -> dict[str, dict[str, Any]]:
         self._selector.machine = machine

@@ -128,12 +128,12 @@ def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool)
     If ``quiet``, the script's output goes to stderr.
     """
     request = Request(script, gpu, steps, seconds, Path())
-    answer = _answered(request, quiet=quiet)
+    answer = _run_process(request, quiet=quiet)
     while (computed := answer.next_values(seconds)) is not None:
         why = answer.again.partition(", which")[0]
         _print(f"{script.name} runs again, with {_VALUES[computed]} on the CPU: {why}")
         request = replace(request, computed=computed, again=why)
-        answer = _answered(request, quiet=quiet)
+        answer = _run_process(request, quiet=quiet)
     _check(answer, request)
     if answer.ending != OUT_OF_MEMORY:
         return answer
@@ -144,7 +144,7 @@ def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool)
         f"{script.name} ran out of memory on {answer.gpu}. Running again without a memory limit, "
         "to see what it needs"
     )
-    larger = _answered(replace(request, unbounded=True), quiet=quiet)
+    larger = _run_process(replace(request, unbounded=True), quiet=quiet)
     _check(larger, request)
     return replace(
         larger,
@@ -159,7 +159,7 @@ def _print(sentence: str) -> None:
     print(f"gpumem: {sentence}", file=sys.stderr, flush=True)
 
 
-def _answered(request: Request, *, quiet: bool) -> ScriptResult:
+def _run_process(request: Request, *, quiet: bool) -> ScriptResult:
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
         request = replace(request, answer=Path(folder) / "answer.json")

@@ -49,7 +49,7 @@ class Steps:
 
     def __init__(self, most: int, over: Callable[[bool], None] = lambda more: None) -> None:
         self._most = most
-        self._over = over
+        self._at_iteration_end = over
         """Function called at the end of each iteration, with whether there are more."""
         self._leader: Callable[[], Optimizer | None] = lambda: None
         self._last: Callable[[], Optimizer | None] = lambda: None
@@ -59,19 +59,19 @@ class Steps:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count steps inside, and raise :class:`StopError` after the requested number."""
-        before = register_optimizer_step_pre_hook(self._begins)
-        after = register_optimizer_step_post_hook(self._ended)
+        before = register_optimizer_step_pre_hook(self._step_begins)
+        after = register_optimizer_step_post_hook(self._step_ends)
         try:
             yield
         finally:
             before.remove()
             after.remove()
 
-    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._leader() is optimizer and self._is_enough:  # the others have not stepped
             raise StopError
 
-    def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._leader() is None:  # no optimizer has stepped yet, or the leader was deleted
             self._leader, self._last = ref(optimizer), lambda: None
         if optimizer is self._leader():
@@ -84,7 +84,7 @@ class Steps:
             self._iteration_ends()
 
     def _iteration_ends(self) -> None:
-        self._over(not self._is_enough)
+        self._at_iteration_end(not self._is_enough)
         if self._is_enough:
             raise StopError
 
