@@ -41,7 +41,7 @@ from sys import getrefcount
 from threading import get_ident
 from types import FrameType, ModuleType
 
-from pytest_gpumem.late_modules import Finder, Wrapped, is_only_asked, watched
+from pytest_gpumem.late_modules import Finder, Wrapped, is_find_spec, watched
 
 _NEW = (0, 1)
 """The generations that contain all new objects, unless the oldest was collected since."""
@@ -291,7 +291,7 @@ def clear_frames_of_imports() -> Iterator[None]:
     """Threads that run an import; nested imports are cleared by the outermost one."""
 
     def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
-        return None if is_only_asked() else partial(_TidyLoader, busy)
+        return None if is_find_spec() else partial(_TidyLoader, busy)
 
     with watched(Finder(wrapper_of, busy)):
         yield
