@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     elsewhere = parsed("--used-elsewhere", parse_size, arguments.used_elsewhere)
     if elsewhere and arguments.gpu is None:
-        raise ValueError("--used-elsewhere reduces the memory of a GPU; name it with --gpu")
+        raise ValueError("--used-elsewhere reduces the memory of a GPU; give its model with --gpu")
     page: Path | None = arguments.html
     if page is not None and page.resolve() == arguments.snapshot.resolve():
         raise ValueError(f"the page would replace the snapshot {page}; name another")
