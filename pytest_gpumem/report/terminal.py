@@ -231,7 +231,7 @@ class _Section:
     def devices(self) -> Iterator[Line]:
         for environment, found in _by_environment(self.records).items():
             if environment.dry and self.verbosity <= 0:
-                continue  # nothing but the simulation uses it
+                continue  # no other process uses a dry device
             readings = [record.nvml for record in found if record.nvml is not None]
             read = [reading for reading in readings if "absent" not in reading]
             if read:
