@@ -145,7 +145,7 @@ def _is_answer(function: Any) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _cached_functions(modules: int) -> list[tuple[Any, frozenset[str]]]:
-    """Return the cached functions of all ``modules``, and the names that each uses."""
+    """Return all cached functions and the names that each uses; ``modules`` is a cache key."""
     spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     found = {
         value
