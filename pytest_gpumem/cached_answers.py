@@ -1,8 +1,8 @@
-"""Cached answers to whether there is a GPU, cleared where a device becomes visible or ends.
+"""Cached results that depend on whether there is a GPU, cleared when a device appears or ends.
 
-Programs ask once and keep the answer by ``functools.cache``: ``has_triton`` of
-torch/utils/_triton.py, ``is_torch_bf16_gpu_available`` of transformers. Many ask while their module
-is imported, before the first marked test, when there is no GPU.
+Programs query the GPU once and keep the result by ``functools.cache``: ``has_triton`` of
+torch/utils/_triton.py, ``is_torch_bf16_gpu_available`` of transformers. Many do so while their
+module is imported, before the first marked test, when there is no GPU.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ WITHOUT_GPU: dict[str, dict[str, object]] = {
     "torch.cuda": {"is_available": False, "device_count": 0},
     "torch.accelerator": {"is_available": False, "device_count": 0, "current_accelerator": None},
 }
-"""Functions that answer whether there is a GPU, and their results without one, by module."""
+"""Functions that report GPUs, and their results without a GPU, by module."""
 
 _UNKNOWN = object()
 _FACTS = frozenset({"bool", "int"})
-"""Types of answers, for functions that declare theirs. Others are cached in order to run once, as
-``lazy_init`` of torch/_inductor/fx_passes/joint_graph.py is, or because they take long."""
+"""Declared result types of functions whose caches are cleared. Others are cached to run only once,
+as ``lazy_init`` of torch/_inductor/fx_passes/joint_graph.py, or because they are slow."""
 
 _kept: dict[bool, set[Any]] = {False: set(), True: set()}
-"""Functions with a cache that have asked, by whether there was a GPU."""
+"""Cached functions that have queried the GPU, by whether there was one."""
 
 
 def watch(
     answering: Callable[[Function, object], Function] = lambda function, _: function,
     executed: Context = nullcontext,
 ) -> None:
-    """Note from now on which cached functions ask; torch may be imported later.
+    """Record from now on which cached functions query the GPU; torch may be imported later.
 
-    A function of :data:`WITHOUT_GPU` gives the answer of the one that ``answering`` returns for it
-    and its result without a GPU. A module that is imported later is ``executed`` in a context.
+    Each function of :data:`WITHOUT_GPU` is replaced by the one that ``answering`` returns for it
+    and its result without a GPU. Modules imported later are executed in a context of ``executed``.
     """
 
     def replace(module: ModuleType) -> None:
@@ -60,17 +60,17 @@ def watch(
 
 def _watched(function: Function) -> Function:
     @functools.wraps(function)
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def recording_callers(*args: Any, **kwargs: Any) -> Any:
         answer = function(*args, **kwargs)
         _kept[bool(answer)].update(_cached_callers(sys._getframe(1)))
         return answer
 
-    return asked
+    return recording_callers
 
 
 @contextmanager
 def clear_cached_answers() -> Iterator[None]:
-    """Clear what has been cached without a GPU, and at the end what has been with one."""
+    """Clear results that were cached without a GPU, and at the end those cached with one."""
     _clear(_kept[False])
     try:
         yield
@@ -79,10 +79,10 @@ def clear_cached_answers() -> Iterator[None]:
 
 
 def clear_cached_tensors() -> None:
-    """Clear caches with tensors of a GPU, which a repeated run does not find there.
+    """Clear caches with tensors of a GPU before a test runs again.
 
-    The device of that run is another one, or it knows values that the first one did not: of tables
-    of positions that ``functools.lru_cache`` keeps, as in D-FINE of transformers.
+    That run has another device, or one that knows the values of these tensors: D-FINE of
+    transformers keeps tables of positions by ``functools.lru_cache``.
     """
     for each in gc.get_objects():
         if type(each) is functools._lru_cache_wrapper and _has_gpu_tensor(each, depth=3):
@@ -100,14 +100,14 @@ def _has_gpu_tensor(holder: Any, depth: int) -> bool:
 
 
 def _cached_callers(frame: FrameType | None) -> Iterator[Any]:
-    """Yield the functions with a cache on the stack, up to the import of a module."""
+    """Yield the cached functions on the stack, up to the import of a module."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         code = frame.f_code
         first, _, rest = getattr(code, "co_qualname", code.co_name).partition(".")
         try:
             function = frame.f_globals[first]
             function = attrgetter(rest)(function) if rest else function
-        except (KeyError, AttributeError):  # a function within a function
+        except (KeyError, AttributeError):  # a nested function
             function = None
         if type(function) is functools._lru_cache_wrapper:
             yield function
@@ -115,7 +115,7 @@ def _cached_callers(frame: FrameType | None) -> Iterator[Any]:
 
 
 def _clear(functions: set[Any]) -> None:
-    """Clear ``functions``, and those that have got an answer from a cache of theirs."""
+    """Clear ``functions``, and cached functions that may have used their results."""
     unknown = list(functions)
     while unknown:
         name = unknown.pop().__name__
@@ -129,7 +129,7 @@ def _clear(functions: set[Any]) -> None:
 
 
 def _is_answer(function: Any) -> bool:
-    """Return whether ``function`` returns a fact, and is not cached in order to run only once."""
+    """Return whether ``function`` is cached for its result, and not to run only once."""
     function = inspect.unwrap(function)
     declared = getattr(function, "__annotations__", {}).get("return", _UNKNOWN)
     if declared is not _UNKNOWN:
@@ -145,7 +145,7 @@ def _is_answer(function: Any) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _cached_functions(modules: int) -> list[tuple[Any, frozenset[str]]]:
-    """Return the functions with a cache of all ``modules``, and the names that each uses."""
+    """Return all cached functions and the names that each uses; ``modules`` is a cache key."""
     spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     found = {
         value

@@ -2,14 +2,14 @@
 
 CPython collects the youngest generation when 700 more container objects have been made than freed
 (``_PyObject_GC_Link`` and the default thresholds in Modules/gcmodule.c up to 3.11 and Python/gc.c
-since). Imports and caches that only the first test of a process fills count too, and so do the
-objects of earlier tests. Tensors in cycles of references, which only the collector frees,
-would make a test's peak depend on the tests that run before it.
+since). Objects of imports, of caches that the first test of a process fills, and of earlier tests
+count, too. Tensors in reference cycles are freed only by the collector, so a test's peak would
+depend on the tests that run before it.
 
 So a measured body begins with an empty young generation. On a simulated or dry GPU, moreover, the
-collector runs by CPython's rule applied to the GPU's blocks: when there are 700 more of them than
-after the last collection. CPython's own rule runs only at :data:`SPARE` objects, and once behind
-every tenth test (:data:`FULL_EVERY`).
+collector runs when there are 700 more blocks on the GPU than after the last collection. CPython's
+own rule applies only at :data:`SPARE` objects, and once after every tenth test
+(:data:`FULL_EVERY`).
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ from sys import getrefcount
 from threading import get_ident
 from types import FrameType, ModuleType
 
-from pytest_gpumem.late_modules import Finder, Wrapped, is_only_asked, watched
+from pytest_gpumem.late_modules import Finder, Wrapped, is_find_spec, watched
 
 _NEW = (0, 1)
-"""The generations that hold all new objects, unless the oldest was collected since."""
+"""The generations that contain all new objects, unless the oldest was collected since."""
 
 _OLDEST = 2
 
 GROWTH = 700
-"""The growth in blocks of one GPU that triggers a collection; CPython's number of objects."""
+"""The growth in blocks of one GPU that triggers a collection: CPython's threshold of objects."""
 
 MANY = 100_000
-"""Objects that are worth the search for others that the user has frozen: torch makes 250,000."""
+"""The least number of frozen objects at which objects frozen by the user are searched: torch makes
+250,000."""
 
 FULL_EVERY = 10
 """The number of collections, and of tests, of which one is full, as for CPython's generations."""
 
 YOUNG = 1 if sys.version_info < (3, 14) else 0
-"""The generation whose collection leaves everything that it finds in use among the oldest.
+"""The generation to collect so that surviving objects move to the oldest generation.
 
-Since 3.14 there is no middle generation, and collecting it collects a part of the oldest.
+Since 3.14 there is no middle generation: collecting it collects a part of the oldest.
 """
 
 SPARE = 2_000_000
@@ -68,7 +69,7 @@ SPARE = 2_000_000
 
 
 class Collector:
-    """A runner of the collector when a simulated or dry GPU has grown."""
+    """The garbage collector, run when the blocks of a simulated or dry GPU have grown."""
 
     def __init__(self) -> None:
         self._collections = 0
@@ -76,9 +77,9 @@ class Collector:
 
     @contextmanager
     def in_charge(self) -> Iterator[None]:
-        """Prevent other collections inside, except those that code calls explicitly.
+        """Prevent other automatic collections inside; explicit calls still collect.
 
-        Where the user has turned it off it stays off.
+        If the user has turned the collector off, it stays off.
         """
         found = get_threshold()
         if not found[0]:
@@ -93,9 +94,9 @@ class Collector:
                 set_threshold(*found)
                 self._tests += 1
                 if self._tests % FULL_EVERY == 0:
-                    # CPython checks its thresholds when an object is made, and may collect the
-                    # oldest generation then. Young ones were collected in its place, so its own
-                    # counter is near zero.
+                    # CPython checks its thresholds when an object is made, and may then collect
+                    # the oldest generation. The counter of that is near zero, because this class
+                    # has collected the young ones.
                     set_threshold(1, *found[1:])
                     _ = [[], [], []]
                     set_threshold(*found)
@@ -113,9 +114,9 @@ class Collector:
 
 
 def collect_young() -> None:
-    """Free garbage among new objects, move the others to the oldest generation, count from zero.
+    """Free garbage among new objects, move the rest to the oldest generation, reset the counters.
 
-    Does nothing where the collector is off: it cannot run at any time then.
+    Does nothing if the collector is off, as then it never runs.
     """
     if isenabled() and get_threshold()[0]:
         collect(YOUNG)
@@ -130,7 +131,7 @@ def collect_garbage() -> None:
 def without_old_garbage() -> Iterator[None]:
     """Restrict a collection inside to objects that became garbage inside.
 
-    Where the user has frozen objects it frees all garbage: they would be thawed with the others.
+    If the user has frozen objects, it frees all garbage, because thawing would thaw theirs, too.
     """
     if get_freeze_count():
         collect()
@@ -158,8 +159,8 @@ def settings_restored() -> Iterator[None]:
 def paused() -> Iterator[None]:
     """Pause automatic garbage collection inside; explicit calls still collect.
 
-    Reading a large document makes only new objects, and scanning them again and
-    again takes half of the time.
+    Reading a large document makes only live objects, and half of the time would be spent on
+    scanning them repeatedly.
     """
     enabled = isenabled()
     disable()
@@ -172,10 +173,10 @@ def paused() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Pause automatic collection inside, then put all objects among the oldest.
+    """Pause automatic collection inside, then move all objects to the oldest generation.
 
     An import leaves hardly any garbage, and a pass over torch's objects takes a tenth of a second.
-    Where the user has frozen objects, which would be thawed too, new ones stay young.
+    If the user has frozen objects, which would be thawed, too, new objects stay young.
     """
     with paused():
         yield
@@ -187,16 +188,16 @@ def importing() -> Iterator[None]:
 class FramesCleared:
     """A context that clears the frames which code inside the ``with`` statement leaves behind.
 
-    A frame object that outlives its function refers to the frame that called it (``f_back``), and
-    so on up to the caller's callers; it keeps the local variables of all of them alive until the
-    collector runs, or for good. Two kinds of code leave such frames behind: a function that has
-    its own frame in a local variable (``wrap`` in torch/fx/_symbolic_trace.py), and an exception
-    that is stored or is part of a cycle of references (``FailedMatch`` in
-    torch/_inductor/pattern_matcher.py). Exceptions lose their tracebacks, and frames their local
-    variables. Nothing is done where an exception is raised out of the ``with`` statement.
+    A frame object that outlives its function refers to all its callers' frames (``f_back``), and so
+    keeps their local variables alive until the collector runs, or forever. Two kinds of code leave
+    such frames behind: a function with its own frame in a local variable (``wrap`` in
+    torch/fx/_symbolic_trace.py), and an exception that is stored or part of a reference cycle
+    (``FailedMatch`` in torch/_inductor/pattern_matcher.py). This removes the tracebacks of the
+    exceptions and the local variables of the frames, unless an exception leaves the ``with``
+    statement.
 
-    The frames are searched for among all objects, which takes long, but only where the function
-    with the ``with`` statement has more references than before: ``f_back`` is one.
+    The search among all objects is slow, so it is made only if the frame with the ``with``
+    statement has more references than before, of which ``f_back`` is one.
     """
 
     def __enter__(self) -> None:
@@ -213,25 +214,22 @@ class FramesCleared:
 
 
 class LeftoverFrames:
-    """Frames of code between :meth:`begin` and :meth:`end`, two calls from below one function.
-
-    Like :class:`FramesCleared`, for a function of others, without a ``with`` statement.
-    """
+    """:class:`FramesCleared` as two calls, for callbacks that another library's function makes."""
 
     def __init__(self) -> None:
         self._before: list[FrameType] = []
         self._references: list[int] = []
 
     def begin(self) -> None:
-        """Record the functions that run."""
+        """Record the running frames."""
         self._before = list(_running())
         self._references = [getrefcount(frame) for frame in self._before]
 
     def end(self) -> None:
-        """Clear the frames that have been left below the innermost of them that still runs.
+        """Clear the frames left below the innermost recorded frame that still runs.
 
-        Without a :meth:`begin` since the last end there are none: the callbacks of CUDA graphs that
-        are recorded only end.
+        Does nothing without a preceding :meth:`begin`: for captures of CUDA graphs, torch calls
+        only the callback at the end.
         """
         references = [getrefcount(frame) for frame in self._before]
         running = set(_running())
@@ -245,7 +243,7 @@ class LeftoverFrames:
 
 
 def _running() -> Iterator[FrameType]:
-    """Yield the frames of the caller's callers, innermost first, without generators."""
+    """Yield the frames of the caller's callers, innermost first, except for generators."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_code.co_flags & CO_GENERATOR:
@@ -254,7 +252,7 @@ def _running() -> Iterator[FrameType]:
 
 
 def _clear_frames_below(caller: FrameType, generations: Sequence[int]) -> None:
-    """Clear the frames below ``caller`` that are left, and the tracebacks that hold some."""
+    """Clear the frames that were left below ``caller``, and the tracebacks that refer to them."""
     left: list[FrameType] = []
     for each in chain.from_iterable(map(get_objects, generations)):
         # type() is needed: proxies report the class of the object that they stand for.
@@ -267,7 +265,7 @@ def _clear_frames_below(caller: FrameType, generations: Sequence[int]) -> None:
             if traceback is not None and _is_below(traceback.tb_frame, caller):
                 each.__traceback__ = None
     for frame in left:
-        with suppress(RuntimeError):  # it runs, in another thread
+        with suppress(RuntimeError):  # it is running in another thread
             frame.clear()
 
 
@@ -282,18 +280,18 @@ def _is_below(frame: FrameType, caller: FrameType) -> bool:
 
 @contextmanager
 def clear_frames_of_imports() -> Iterator[None]:
-    """Clear the frames that an import inside leaves behind, when it ends.
+    """Clear the frames that an import inside leaves behind, at the end of the import.
 
-    A module is imported once in a process, and such frames keep local variables of the test alive.
-    The first ``torch.utils.checkpoint.checkpoint`` of a process imports ``torch._dynamo`` with its
-    input in reach (``inner`` in torch/_compile.py). The test that happens to be the first would
-    then need more memory than the same test later.
+    Such frames keep local variables of the test alive, but only in the test that imports the module
+    first, which would then need more memory than later: the first
+    ``torch.utils.checkpoint.checkpoint`` of a process imports ``torch._dynamo`` while its input is
+    a local variable (``inner`` in torch/_compile.py).
     """
     busy: set[int] = set()
-    """Threads that are importing something: what they import inside is theirs."""
+    """Threads that run an import; nested imports are cleared by the outermost one."""
 
     def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
-        return None if is_only_asked() else partial(_TidyLoader, busy)
+        return None if is_find_spec() else partial(_TidyLoader, busy)
 
     with watched(Finder(wrapper_of, busy)):
         yield

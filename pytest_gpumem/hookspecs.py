@@ -1,6 +1,6 @@
 """The hooks that other plugins, and the conftest of a project, can implement; see docs/hooks.md.
 
-Every project with the plugin installed pays for this module: it imports nothing but pytest.
+This module imports only pytest, because it is loaded in every project with the plugin installed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def pytest_gpumem_measured(item: pytest.Item, measurement: Measurement, outcome: str) -> None:
     """Receive the measurement of a test.
 
-    Called once for each device that the test used, its own first, when the numbers are final.
+    Called once for each device that the test used, the judged one first, with the final numbers.
 
     :param item: the test; the hook is called in the process that ran it.
     :param measurement: peaks, leaks, phases and compositions, in bytes.
-    :param outcome: ``passed``, ``failed``, ``xfailed`` or ``xpassed``. Where a body failed, its
-        numbers end where it did.
+    :param outcome: ``passed``, ``failed``, ``xfailed`` or ``xpassed``. The numbers of a failed body
+        do not cover the whole body.
     """
 
 
@@ -44,12 +44,12 @@ def pytest_gpumem_environment(
 ) -> Mapping[str, str] | None:
     """Return further facts that the numbers depend on, by name: ``{"kernels": "2.1"}``.
 
-    They key baselines, and appear in reports. Called once for each device, before the first test
-    that is measured there, in plugins and in the conftest of the rootdir; the results of several
-    of them are merged.
+    They are part of the key of baselines, and appear in reports. Called once for each device,
+    before the first test measured there, in plugins and in the conftest of the rootdir; the results
+    of several implementations are merged.
 
-    :param config: pytest's.
-    :param environment: the device, torch and settings, as they are known without the hook.
+    :param config: pytest's config.
+    :param environment: the device, torch and settings, without the results of this hook.
     :return: words by name; a name is made of ``a-z``, ``0-9`` and ``_``.
     """
 
@@ -64,18 +64,18 @@ def pytest_gpumem_category(
     shape: Sequence[int] | None,
     dtype: str | None,
 ) -> str | None:
-    """Return the category of one block of a test's memory, ``None`` where ``category`` is right.
+    """Return the category of one block of a test's memory, ``None`` to keep ``category``.
 
-    Called for blocks that live at a peak and in a time line; the first answer counts.
+    Called for blocks at a peak and in a time line; the first result that is not ``None`` counts.
 
     :param item: the test.
     :param category: the block's category without the hook.
     :param nbytes: its size after the allocator's rounding.
-    :param frames: of the Python code that allocated it, innermost first, each with ``filename``,
-        ``line`` and ``name``; empty where nothing was recorded.
-    :param operator: as users call it, ``torch.softmax``.
-    :param shape: of the tensor that it was allocated for; simulated devices know it.
-    :param dtype: of the same tensor: ``float32``.
+    :param frames: the Python frames of its allocation, innermost first, each with ``filename``,
+        ``line`` and ``name``; empty if not recorded.
+    :param operator: the operator's public name, ``torch.softmax``.
+    :param shape: the shape of the tensor that it was allocated for; only on simulated devices.
+    :param dtype: the dtype of that tensor: ``float32``.
     :return: one of ``parameters``, ``gradients``, ``optimizer state``, ``inputs``,
         ``activations``, ``workspace``, ``temporaries`` and ``other``.
     """
@@ -83,12 +83,12 @@ def pytest_gpumem_category(
 
 @pytest.hookspec(firstresult=True)
 def pytest_gpumem_site(item: pytest.Item, frames: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the frame that names an allocation: failures and reports show its line.
+    """Return the index of the frame whose line failures and reports show for an allocation.
 
-    Without an answer it is the innermost one outside torch and this plugin; a library can name the
-    line that calls it instead of its own. The first answer counts.
+    The default is the innermost frame outside torch and this plugin; a library can choose the line
+    that calls it instead of its own. The first result that is not ``None`` counts.
 
     :param item: the test.
-    :param frames: innermost first, each with ``filename``, ``line`` and ``name``; never empty.
+    :param frames: frames, innermost first, with ``filename``, ``line`` and ``name``; never empty.
     :return: an index of ``frames``.
     """

@@ -1,8 +1,8 @@
-"""JSON files with a schema of this package: written whole or not at all, checked both ways.
+"""JSON files with a schema of this package: written atomically, validated on reading and writing.
 
-A baseline of 40,000 tests is read at every run, and jsonschema takes a minute for it. So functions
-made of the schema accept values first, some two hundred times faster, and jsonschema decides on the
-rest, whose error it describes.
+A baseline of 40,000 tests is read at every run, and jsonschema would need a minute for it. So
+functions generated from the schema accept values first, some two hundred times faster; jsonschema
+only validates values that they refuse, and describes the errors.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pytest_gpumem.quoting import MOST, printable
 
 
 def replace_file(path: Path, content: bytes, draft: Path | None = None) -> None:
-    """Make ``content`` the file ``path``: a reader sees the old file or the new one, never a part.
+    """Write ``content`` to the file ``path`` atomically: readers see the old or the new file.
 
-    It is written to ``draft`` first, by default beside ``path``. Folders that are missing are made.
-    Raises :class:`OSError`, and leaves nothing behind then.
+    It is written to ``draft`` first, by default in the same folder. Missing folders are made.
+    Raises :class:`OSError`, and then leaves no files behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if draft is None or draft.parent.stat().st_dev != path.parent.stat().st_dev:
-        # Named for this write alone: two writers never share a temporary file, and unlike
-        # tempfile's the new one gets the permissions of the user's umask.
+        # A unique name, so that two writers never share a temporary file. Unlike with tempfile,
+        # the new file gets the permissions of the user's umask.
         draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with draft.open("xb") as file:
@@ -40,11 +40,11 @@ def replace_file(path: Path, content: bytes, draft: Path | None = None) -> None:
 
 
 class DocumentError(ValueError):
-    """Bytes that are no valid document; the message is the cause, as the end of a sentence."""
+    """An invalid document; the message is the cause, as the end of a sentence."""
 
 
 class NewerError(DocumentError):
-    """A document of a later version than this one reads; the message begins with a verb."""
+    """A document of a later version than this package reads; the message begins with a verb."""
 
 
 def decoded(content: bytes, **hooks: Any) -> Any:
@@ -58,9 +58,10 @@ def decoded(content: bytes, **hooks: Any) -> Any:
 
 
 def document(content: bytes, package: str, version: int, **hooks: Any) -> dict[str, Any]:
-    """Return the document of ``content``, valid by ``package``'s schema, of ``version`` at most.
+    """Return the document of ``content``, validated by the schema of ``package``.
 
-    Raises :class:`DocumentError` where it is not, :class:`NewerError` for a later version.
+    Raises :class:`DocumentError` if it is invalid, :class:`NewerError` if it is later than
+    ``version``.
     """
     data = decoded(content, **hooks)
     found = data.get("schema_version") if isinstance(data, dict) else None
@@ -76,7 +77,7 @@ def document(content: bytes, package: str, version: int, **hooks: Any) -> dict[s
 
 
 def schema_problem(package: str, data: Any) -> str | None:
-    """Return where and how ``data`` departs from ``package``'s ``schema.json``, ``None`` if not."""
+    """Return the error of ``data`` by ``schema.json`` of ``package``, ``None`` if it is valid."""
     acceptors = _acceptors(package)
     if acceptors.whole(data):
         return None
@@ -128,13 +129,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "integer": (int,),
 }
-"""The Python types of JSON values, in nearly all cases: 1.0 is an integer, too."""
+"""The Python types of JSON values, except that 1.0 is an integer, too."""
 
 
 class Acceptors:
     """Functions that accept values which are valid by the schema ``root``, or by a part of it.
 
-    They accept nearly all, and refuse a few odd ones, such as 1.0 for an integer.
+    They refuse a few valid values, such as 1.0 for an integer.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -196,7 +197,7 @@ class Acceptors:
                 )
             if kind is list:
                 if are_integers and set(map(type, value)) <= {int}:
-                    return True  # long ones are checked in C only
+                    return True  # long arrays are checked only by functions in C
                 return all(map(item, value))
             if kind is str:
                 return len(value) >= shortest

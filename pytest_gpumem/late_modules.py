@@ -18,15 +18,15 @@ Context = Callable[[], AbstractContextManager[object]]
 
 @contextmanager
 def when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
-    """Apply the change of each module that is imported now, or as soon as it is inside."""
+    """Apply the change of each module that is imported already, or when it is imported inside."""
     with watched(changing(changes)):
         yield
 
 
 def changing(changes: Mapping[str, Change], executed: Context = nullcontext) -> Finder:
-    """Apply the changes of modules imported now; return the finder that changes later ones.
+    """Apply the changes of modules that are imported already; return a finder for later ones.
 
-    A module that is imported later is executed in a context of its own.
+    A module that is imported later is executed in a context of ``executed``.
     """
 
     def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
@@ -41,7 +41,7 @@ def changing(changes: Mapping[str, Change], executed: Context = nullcontext) -> 
 
 @contextmanager
 def watched(finder: MetaPathFinder) -> Iterator[None]:
-    """Search with ``finder``, before all others, for modules that are imported inside."""
+    """Put ``finder`` before all other finders for imports inside."""
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -50,10 +50,10 @@ def watched(finder: MetaPathFinder) -> Iterator[None]:
 
 
 class Finder(MetaPathFinder):
-    """A finder that delegates to the others, and wraps the loaders of some modules.
+    """A finder that delegates to the other finders, and wraps the loaders of some modules.
 
-    ``wrapper_of`` returns the wrapper by a module's name, ``None`` for those that stay as they are.
-    Inside the finders, of which one may ask this one, a thread is ``busy``.
+    ``wrapper_of`` returns a wrapper by a module's name, ``None`` for modules that stay unchanged.
+    A thread is ``busy`` inside the other finders, because one of them may call this one.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the other finders have, with the wrapped loader."""
+        """Return the spec of the other finders, with a wrapped loader."""
         thread = get_ident()
         if thread in self._busy or (wrapper := self._wrapper_of(fullname)) is None:
             return None
@@ -82,7 +82,7 @@ class Finder(MetaPathFinder):
 
 
 class Wrapped(Loader):
-    """A loader that runs another one, which the module has as its own then."""
+    """A loader that delegates to another one, which it sets as the module's loader."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -91,7 +91,7 @@ class Wrapped(Loader):
         return getattr(self.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module that the loader makes."""
+        """Return the module made by the wrapped loader."""
         spec.loader = self.loader
         try:
             return self.loader.create_module(spec)
@@ -108,10 +108,10 @@ class Wrapped(Loader):
         self.loader.exec_module(module)
 
 
-def is_only_asked() -> bool:
-    """Return whether ``importlib.util.find_spec`` calls the finder that calls this.
+def is_find_spec() -> bool:
+    """Return whether ``importlib.util.find_spec`` has called the finder that calls this.
 
-    It then looks whether there is a module, and imports none. A function is between both.
+    Then the module is only searched, and not imported. There is one frame between the two.
     """
     return sys._getframe(4).f_globals.get("__name__") == "importlib.util"
 

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import pytest
 
 WORST = "worst"
-"""The rank of a test that runs as several of them, and is judged by the highest peak."""
+"""The value of ``rank`` for a test that runs as all ranks and is judged by the highest peak."""
 
 MOST_RANKS = 1 << 20
 """The most ranks of one test; a larger number is a typing error."""
 
 GUARANTEED, OPPORTUNISTIC = "guaranteed", "opportunistic"
-"""Qualities of service on a shared device."""
+"""The values of ``qos``, the quality of service on a shared device."""
 
 
 class MarkerError(ValueError):
@@ -30,9 +30,9 @@ class MarkerError(ValueError):
 
 @dataclass(frozen=True)
 class Expectation:
-    """The limits and settings of a test; sizes in bytes, ``None`` where nothing is expected.
+    """The limits and settings of a test; sizes in bytes, ``None`` for no limit.
 
-    Limits are :class:`~pytest_gpumem.sizes.Size` where they were written with a unit.
+    Limits that were written with a unit are :class:`~pytest_gpumem.sizes.Size`.
     """
 
     max: int | None = None
@@ -40,13 +40,13 @@ class Expectation:
     max_reserved: int | None = None
     """Limit of the peak reserved bytes charged to the test."""
     max_leak: int | None = None
-    """Limit of the bytes that are left after the test and a garbage collection."""
+    """Limit of the bytes still allocated after the test and a garbage collection."""
     phases: Mapping[str, int] = field(default_factory=dict)
     """Limit of the peak allocated bytes, by phase."""
     baseline: bool | None = None
-    """True: a stored baseline must exist; None: one that exists counts; False: none counts."""
+    """True: a stored baseline must exist; None: compare if one exists; False: never compare."""
     predict: Tolerance | None = None
-    """Greatest distance of a peak from the one on the simulated device of the same model."""
+    """Largest difference of a peak from that on a simulated device of the same model."""
     tolerance: Tolerance | None = None
     """Excess over the baseline that passes; by default none when simulated, 1% + 1MiB on a GPU."""
     warmup: int = 0
@@ -54,34 +54,34 @@ class Expectation:
     repeat: int = 1
     """Number of runs after those; the last one counts."""
     gpu: tuple[str, ...] = ()
-    """Names from the catalogue, to be simulated one by one."""
+    """Models of the catalogue to simulate, one test id for each."""
     min_memory: int | None = None
     """The test is skipped on a device with less total memory."""
     quota: int | None = None
     """Bytes of the device that the process may reserve while the test runs."""
     elastic: bool = False
-    """More than the quota is borrowed of a shared device where it is not enough."""
+    """Memory above the quota is borrowed from a shared device if the quota is too small."""
     exclusive: bool = False
     """Nothing else may run on a shared device beside the test."""
     qos: str = GUARANTEED
-    """On a shared device an opportunistic test goes after those that are guaranteed."""
+    """On a shared device, opportunistic tests run after guaranteed ones."""
     priority: int = 0
-    """Higher ones come first on a shared device."""
+    """On a shared device, tests of higher priority run first."""
     isolate: bool = False
-    """The test runs in a process of its own."""
+    """The test runs in a separate process."""
     ranks: tuple[int, ...] = ()
-    """Numbers of ranks, of which the test is one when simulated, and a process each where
-    there are as many GPUs; one test id for each number."""
+    """Numbers of ranks, with one test id for each: a simulated test is one of the ranks; with as
+    many GPUs, each rank is a process."""
     rank: int | str | None = None
-    """Which rank the test is, or ``"worst"``: the one that takes most. ``None``: the first one of
-    those that are simulated, and where all of them run the worst."""
+    """The rank of the test, or ``"worst"``: the rank with the highest peak. ``None`` is the first
+    rank if simulated, and the worst one where all ranks run."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: builtin types only, tolerances as text, ranks where there are."""
-        data = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        """Return the JSON form: builtin types, tolerances as text, ranks only if there are any."""
+        data = {each.name: _builtin(getattr(self, each.name)) for each in fields(self)}
         if not self.ranks:
             del data["ranks"], data["rank"]
         elif self.rank is None:
@@ -89,8 +89,8 @@ class Expectation:
         return data
 
 
-def _plain(value: Any) -> Any:
-    """Return a field's value as builtin types: a size without the text that it was written as."""
+def _builtin(value: Any) -> Any:
+    """Return a field's value as builtin types; a size loses the text it was written as."""
     match value:
         case Size():
             return int(value)
@@ -107,11 +107,11 @@ def _plain(value: Any) -> Any:
 def expectation_of(
     markers: Iterable[pytest.Mark], defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Expectation:
-    """Return the expectation that a test's markers, closest first, add up to.
+    """Return the expectation of a test from its markers, closest first.
 
-    Keyword by keyword the closest marker wins; ``defaults`` (values by keyword, as
-    :func:`parse_keyword` returns them) are weaker than any marker. A keyword that the closest one
-    gives as ``None`` counts as not given. Raises :class:`MarkerError`.
+    For each keyword the closest marker wins; ``defaults`` (values by keyword, as
+    :func:`parse_keyword` returns them) apply without any. A keyword that the closest marker gives
+    as ``None`` counts as not given. Raises :class:`MarkerError`.
     """
     merged = dict(defaults)
     for mark in reversed(list(markers)):
@@ -221,8 +221,8 @@ def is_int(value: object, least: float = -math.inf, most: float = math.inf) -> T
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _kept(accepts: Callable[[Any], bool], otherwise: str) -> Callable[[Any], Any]:
-    """Return a parser that keeps values as they are; ``otherwise`` ends the sentence on others."""
+def _unchanged_if(accepts: Callable[[Any], bool], otherwise: str) -> Callable[[Any], Any]:
+    """Return a parser that returns accepted values unchanged; ``otherwise`` ends its error."""
 
     def parse(value: object) -> Any:
         if accepts(value):
@@ -235,7 +235,7 @@ def _kept(accepts: Callable[[Any], bool], otherwise: str) -> Callable[[Any], Any
 def _count(least: int) -> tuple[str, Callable[[Any], Any]]:
     form = f"int from {least} up"
     sentence = f"is not a number of runs; write an {form}"
-    return f"An {form}.", _kept(lambda value: is_int(value, least), sentence)
+    return f"An {form}.", _unchanged_if(lambda value: is_int(value, least), sentence)
 
 
 _LIMIT = 'A size: `"2GB"`, or bytes.', written_size
@@ -243,7 +243,7 @@ _SIZE = 'A size: `"20GiB"`, or bytes.', parse_size
 _TOLERANCE = 'A tolerance: `"2% + 1MiB"`.', parse_tolerance
 _FLAG = (
     "`True` or `False`.",
-    _kept(lambda value: isinstance(value, bool), "is neither True nor False"),
+    _unchanged_if(lambda value: isinstance(value, bool), "is neither True nor False"),
 )
 
 _PARSERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = MappingProxyType(
@@ -264,20 +264,20 @@ _PARSERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = MappingProxyType(
         "exclusive": _FLAG,
         "qos": (
             f'`"{GUARANTEED}"` or `"{OPPORTUNISTIC}"`.',
-            _kept(
+            _unchanged_if(
                 lambda value: value in (GUARANTEED, OPPORTUNISTIC),
                 f"is neither {GUARANTEED!r} nor {OPPORTUNISTIC!r}",
             ),
         ),
         "priority": (
             "An int.",
-            _kept(is_int, "is not a priority; write an int, 0 where none is given"),
+            _unchanged_if(is_int, "is not a priority; write an int, 0 where none is given"),
         ),
         "isolate": _FLAG,
         "ranks": ("A number of ranks, or a list of them: `8`.", _ranks),
         "rank": (
             f'A rank: an int from 0 up, or `"{WORST}"`.',
-            _kept(
+            _unchanged_if(
                 lambda value: value == WORST or is_int(value, 0),
                 f"is not a rank; write an int from 0 up, or {WORST!r}",
             ),

@@ -1,6 +1,6 @@
-"""The values that options and ini names take, and the functions that parse them.
+"""The values of options and ini names, and the functions that parse them.
 
-Parsers raise ``ValueError`` with a clause that quotes the value and names the accepted ones.
+Parsers raise ``ValueError`` with a clause that quotes the value and lists accepted ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 GITLAB_FILE = "gpumem.md"
-"""The report in GitLab's project folder where no other one is requested."""
+"""The report in GitLab's project folder, if no other one is requested."""
 
 DEFAULT_GPU = "A100-40GB"
 
@@ -32,11 +32,11 @@ class DeviceChoice(NamedTuple):
     index: int | None = None  # type: ignore[assignment]  # a field, not the method of tuples
     """The index of the CUDA device; ``None`` for the current one."""
     models: tuple[str, ...] = ()
-    """Catalogue names to simulate, or of the dry device; empty where nothing can be simulated."""
+    """Models to simulate, or of the dry device; empty if nothing can be simulated."""
     of_auto: bool = False
-    """Whether it is the dry device because ``auto`` takes it."""
+    """Whether ``auto`` has chosen the dry device."""
     not_dry: str = ""
-    """Why ``auto`` does not take it, where torch is a build for which it could."""
+    """Why ``auto`` has not chosen the dry device, if this build of torch supports it."""
 
 
 class ReportTarget(NamedTuple):
@@ -45,13 +45,13 @@ class ReportTarget(NamedTuple):
     kind: str
     """The kind, one of :data:`REPORT_KINDS`."""
     path: Path | None
-    """The file or folder; ``None`` where the kind needs none."""
+    """The file or folder; ``None`` for kinds without one."""
     unasked: bool = False
-    """Whether it was not requested: then it is not written where nothing was measured."""
+    """Whether it was not requested; then it is written only if something was measured."""
 
 
 class Quota(NamedTuple):
-    """The quota of one process on its device: exactly one of these is given."""
+    """The quota of one process on its device; exactly one of the fields is set."""
 
     bytes: int | None = None
     share: float | None = None
@@ -75,7 +75,7 @@ def _quoted(value: object) -> str:
 def as_marker(
     keyword: str, read: Callable[[Any], Any] = lambda value: value
 ) -> Callable[[Any], Any]:
-    """Return a function that parses what ``read`` returns as the marker does its ``keyword``."""
+    """Return a function that calls ``read`` and parses the result as the marker's ``keyword``."""
 
     def parse(value: Any) -> Any:
         from pytest_gpumem.marker import parse_keyword
@@ -86,7 +86,7 @@ def as_marker(
 
 
 def run_count(value: str) -> int | str:
-    """Return a number of runs, or the text that is none."""
+    """Return a number of runs, or the text if it is no number."""
     number = re.fullmatch(r"\s*([0-9]{1,9})\s*", value)
     return int(number[1]) if number else value
 
@@ -116,7 +116,7 @@ def usable_path(base: Path, value: str) -> Path:
         (base / value).lstat()
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:  # too long, not to be entered, or with a NUL
+    except (OSError, ValueError) as error:  # too long, without permission, or with a NUL
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{_quoted(value)} cannot be used: {reason}; write another path") from None
     return base / value
@@ -162,7 +162,7 @@ def one_of(*choices: Any) -> Callable[[str], Any]:
 
 
 def row_count(value: str) -> int:
-    """Return a number of rows; ``all`` is more than there can be."""
+    """Return a number of rows; ``all`` is a very large number."""
     if value.strip() == "all":
         return 10**9
     if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
@@ -211,7 +211,7 @@ def report_target(value: str, folder: Path) -> ReportTarget | None:
 
 
 def reports_of_the_ci(asked: Sequence[ReportTarget]) -> tuple[ReportTarget, ...]:
-    """Return the report that a known CI system shows, if it is not requested already.
+    """Return the report that the CI system shows, unless it is requested already.
 
     GitHub sets GITHUB_ACTIONS, GitLab GITLAB_CI, both to "true" and in every job.
     """

@@ -36,7 +36,7 @@ def _one_of(form: str, help_text: str) -> tuple[str, Callable[[Any], Any], str]:
 
 
 VALUES_LIMIT = 30.0
-"""Seconds that a second run with real values may compute where no limit is given."""
+"""The default limit, in seconds, on computing real values in a second run."""
 
 _FLAGS = {
     "gpumem_all": "measure and report unmarked tests too, without judging them",
@@ -143,7 +143,7 @@ _MARKER_DEFAULTS: Mapping[str, Callable[[Any], Any]] = {
     "gpumem_gpu": accepted.gpu_models,
     "gpumem_min_memory": as_marker("min_memory"),
 }
-"""Ini names that set a default of the marker's keyword, and how their value is parsed."""
+"""Ini names that set a default of a marker's keyword, and the parsers of their values."""
 
 
 _FURTHER = ("gpumem_report", "gpumem_baseline", "gpumem_phases")
@@ -153,7 +153,7 @@ _FURTHER = ("gpumem_report", "gpumem_baseline", "gpumem_phases")
 class Settings(NamedTuple):
     """The settings of command line and ini file, by ini name; paths are absolute.
 
-    Not a dataclass, which takes a millisecond of every run to make.
+    Not a dataclass: defining one would take a millisecond of every run.
     """
 
     device: DeviceChoice
@@ -172,23 +172,23 @@ class Settings(NamedTuple):
     tolerance: Tolerance | None = None
     reports: tuple[ReportTarget, ...] = ()
     history: Literal["python", "all"] | None = None
-    """The recorded stacks; ``None`` where the user leaves them to the plugin."""
+    """The recorded stacks; ``None`` for the plugin's choice."""
     explain: Literal["failed", "always", "never"] = "failed"
     artifacts: Path | None = None
     rows: int | None = None
-    """The number of tests in the table; ``None`` where the user leaves it to the plugin."""
+    """The number of tests in the table; ``None`` for the plugin's choice."""
     sort: Literal["peak", "leaked", "over", "name"] | None = None
     loop_phases: Literal["folded", "numbered"] = "folded"
     share: bool = False
-    """Whether tests wait for memory beside those of other processes."""
+    """Whether tests share devices with other processes, and wait for memory."""
     share_timeout: float = 1800.0
     """The most seconds that a test waits for memory."""
     shard: tuple[int, int] | None = None
     """The part of the tests to run, from 1, and the number of parts."""
     shard_by: Path | None = None
-    """The file with the needs of tests."""
+    """The file with durations and memory of tests, from which shards are computed."""
     quota: Quota | None = None
-    """The limit on what each process reserves of its device."""
+    """The limit on the bytes that each process reserves of its device."""
     defaults: Mapping[str, Any] = MappingProxyType({})
     """The marker's defaults, parsed, by keyword: for ``expectation_of``."""
 
@@ -210,8 +210,8 @@ def add_options(parser: pytest.Parser, given: Sequence[str] = ()) -> None:
         group.addoption(_option(name), action="store_true", default=None, dest=name, help=help_text)
         parser.addini(name, help_text, type="bool", default=None)
     for name, (choices, help_text) in _VALUE_FLAGS.items():
-        # Another value is refused where the settings are read: argparse's own message
-        # would be about an ignored explicit argument.
+        # Other values are refused when the settings are read: argparse's own message would
+        # name an ignored explicit argument.
         others = [word for word in given if word.startswith(f"{_option(name)}=")]
         accepted = [f"{_option(name)}={choice}" for choice in choices]
         strings = [_option(name), *dict.fromkeys([*accepted, *others])]
@@ -231,7 +231,7 @@ def add_options(parser: pytest.Parser, given: Sequence[str] = ()) -> None:
 def settings_from(config: pytest.Config, options: argparse.Namespace | None = None) -> Settings:
     """Return the settings; the command line wins over the ini file.
 
-    ``options`` are those of the command line while ``config`` does not have them yet.
+    ``options`` are those of the command line, if ``config`` does not have them yet.
 
     Raises ``pytest.UsageError`` with one sentence that names the option or ini key, the value and
     the accepted ones.
@@ -268,11 +268,11 @@ def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(config: pytest.Config, known: Collection[str]) -> None:
-    """Raise ``pytest.UsageError`` for a setting of ours that is not ``known``.
+    """Raise ``pytest.UsageError`` for a setting with this plugin's prefix that is not ``known``.
 
     A misspelt limit would check nothing, and its tests would pass.
     """
-    # pytest 9 has made it private, and there is no other way to see names that are not registered.
+    # Private since pytest 9, which has no other access to names that are not registered.
     given: Iterable[str] | None = getattr(config, "_inicfg", None)
     for name in config.inicfg if given is None else given:
         if name.startswith(_PREFIX) and name not in known:
@@ -280,7 +280,7 @@ def _check_names(config: pytest.Config, known: Collection[str]) -> None:
 
             from pytest_gpumem.quoting import quoted
 
-            # Without the common prefix, which makes any two alike.
+            # Without the common prefix, which makes all names similar.
             words = [word.removeprefix(_PREFIX) for word in known]
             close = get_close_matches(name.removeprefix(_PREFIX), words, n=1)
             meant = f"did you mean {_PREFIX}{close[0]}?" if close else "see pytest --help"
@@ -293,9 +293,9 @@ def _check_names(config: pytest.Config, known: Collection[str]) -> None:
 class _ValueFlag(argparse.Action):
     """A flag that may carry a value, but only after ``=``.
 
-    ``nargs="?"`` would take the test path after a bare flag for its value. So each accepted
-    ``--flag=value`` is an option string of its own, which argparse looks for before it splits at
-    the ``=``; and so is one that was given and will be refused.
+    With ``nargs="?"``, the test path after a bare flag would become its value. So each accepted
+    ``--flag=value`` is a separate option string, which argparse looks up before it splits at the
+    ``=``; and so is a given one that will be refused later.
     """
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
@@ -313,7 +313,7 @@ class _ValueFlag(argparse.Action):
 
 
 class _Reader:
-    """A reader of given settings, command line before ini file, which names them in errors."""
+    """A reader of settings, command line before ini file, whose errors name the setting."""
 
     def __init__(self, config: pytest.Config, options: argparse.Namespace) -> None:
         self._config = config
@@ -348,7 +348,7 @@ class _Reader:
         value = getattr(self._options, name, None)
         if value is not None:
             return _option(name), value
-        # pytest itself raises a ValueError or TypeError for a value that is not of the ini type.
+        # pytest raises a ValueError or TypeError for a value of another than the ini type.
         try:
             value = self._config.getini(name)
         except (ValueError, TypeError, pytest.UsageError) as error:

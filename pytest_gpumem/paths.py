@@ -21,7 +21,7 @@ class GitError(ValueError):
 
 def git(folder: Path, *arguments: str) -> bytes:
     """Return git's output in ``folder``; raises :class:`GitError` with its message."""
-    # Set by a hook that runs this, they would name the hook's repository.
+    # If a git hook runs this, these variables name the hook's repository.
     environment = {name: value for name, value in os.environ.items() if name not in _OF_HOOKS}
     try:
         ran = subprocess.run(

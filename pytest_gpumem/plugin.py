@@ -1,7 +1,7 @@
 """The pytest hooks, a few lines each, which call the parts of the session.
 
-Every project with the plugin installed pays for what this module imports, directly or not: imports
-there that only measured tests need, and those rarely used, are local.
+The imports of this module, direct or not, take time in every project with the plugin installed, so
+imports for measured tests only, or for rare cases, are local.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     config: pytest.Config | None = pluginmanager.get_plugin("pytestconfig")
     args = config.invocation_params.args if config else ()
     variable: list[str] = []
-    with suppress(ValueError):  # pytest itself reports an error in its variable
+    with suppress(ValueError):  # pytest reports an error in its variable
         variable = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     add_options(parser, [*map(str, args), *variable])
 
@@ -88,7 +88,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each GPU model and number of ranks, which come last in the id."""
+    """Make a test for each GPU model and number of ranks, which come last in the id."""
     metafunc.config.stash[SESSION].expectations.parametrize(metafunc)
 
 
@@ -112,16 +112,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Record the tests that are left when others have been deselected.
+    """Record the tests that are left after deselection.
 
-    This runs before pytest-xdist tells the controller, which then hands out the first of them.
+    This runs before pytest-xdist informs the controller, which then sends the first tests.
     """
     collection.selected(session.config.stash[SESSION], session.items)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Return the number of workers of ``-n auto`` that the shared memory suffices for."""
+    """Return the number of workers for ``-n auto`` that fit the shared memory."""
     settings = settings_from(config)
     if not settings.share or os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None
@@ -135,7 +135,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
-    """Return the scheduler that starts tests together which fit beside each other."""
+    """Return the scheduler that starts tests together if they fit beside each other."""
     return config.stash[SESSION].controller.scheduler(config, log)
 
 
@@ -151,7 +151,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """Begin to measure before any fixture is set up.
 
-    This is the innermost wrapper, because it may skip: the set-up of outer ones has run by then.
+    This is the innermost wrapper, because it may skip: then the outer wrappers have begun.
     """
     lifecycle = item.config.stash[SESSION].lifecycle_of(item)
     if lifecycle is None:
@@ -161,10 +161,10 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
         try:
             return (yield)
         except BaseException as error:
-            again = lifecycle.again(item, error)
-            if again is None:
+            rerun = lifecycle.next_run(item, error)
+            if rerun is None:
                 raise
-        return lifecycle.repeat(item, again, called=False)
+        return lifecycle.repeat(item, rerun, called=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -192,15 +192,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     if lifecycle is None:
         return (yield)
     with lifecycle.one_outcome(item, called=True):
-        try:  # no context around it: an error of a further run would then follow the first one's
+        try:  # not a context manager: an error of a further run would have the first one's context
             with lifecycle.calling():
                 yield
-            again = lifecycle.again(item)
+            rerun = lifecycle.next_run(item)
         except BaseException as error:
-            again = lifecycle.again(item, error)
-            if again is None:
+            rerun = lifecycle.next_run(item, error)
+            if rerun is None:
                 raise
-        lifecycle.repeat(item, again, called=True)
+        lifecycle.repeat(item, rerun, called=True)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -217,7 +217,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Put the record on the final report of the call."""
+    """Attach the record to the final report of the call."""
     if call.excinfo is not None:
         hide_own_frames()
     report = yield
@@ -252,13 +252,13 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Take in the output of a worker of pytest-xdist."""
+    """Collect the output of a worker of pytest-xdist."""
     node.config.stash[SESSION].results.take_output(getattr(node, "workeroutput", None) or {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
-    """Reschedule the next test of a worker that left on purpose."""
+    """Reschedule the next test of a worker that exited because it lost the CUDA context."""
     report.node.config.stash[SESSION].controller.reschedule(crashitem, report, sched)
 
 
@@ -274,7 +274,7 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
 
 
 class MoreHooks:
-    """The hooks that receive no config, and further implementations of those of this module."""
+    """Hooks without a config argument, and second implementations of hooks of this module."""
 
     def __init__(self, session: GpumemSession) -> None:
         self._session = session
@@ -287,7 +287,7 @@ class MoreHooks:
         self._session.results.take(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record a module that could not be collected; end a run that a worker refuses."""
+        """Record a module that could not be collected; end the run if a worker refuses it."""
         if hasattr(report, REFUSAL) and "PYTEST_XDIST_WORKER" not in os.environ:
             raise pytest.UsageError(str(report.longrepr))
         if report.failed:

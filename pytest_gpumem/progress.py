@@ -19,7 +19,7 @@ _SHARE = "{desc} |{bar:24}| {n} of {total}, {elapsed}"
 
 
 class Progress:
-    """The bar of a command; without one, where stderr is no terminal, nothing is shown."""
+    """The progress bar of a command; without a bar, if stderr is no terminal, nothing is shown."""
 
     def __init__(self, bar: tqdm[None] | None = None) -> None:
         self._bar = bar

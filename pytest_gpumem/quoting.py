@@ -10,10 +10,10 @@ MOST = 200
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """Return ``text`` with every character that a terminal would not show, escaped.
+    """Return ``text`` with characters that a terminal would not show escaped.
 
-    Control sequences, line ends and marks that turn the direction of writing appear in
-    escaped form, ``\\x1b`` or ``\\u202e``. With ``most``, a longer text loses its middle.
+    Control sequences, line ends and marks that change the direction of writing are escaped,
+    ``\\x1b`` or ``\\u202e``. With ``most``, the middle of a longer text is left out.
     """
     if most is not None:
         text = shortened(text, most)
@@ -26,13 +26,13 @@ def printable(text: str, most: int | None = None) -> str:
 
 
 def quoted_for_shell(text: str) -> str:
-    """Return ``text`` as one word for a shell, always between quotes."""
+    """Return ``text`` as one word for a shell, always in quotes."""
     if os.name == "nt":
         from subprocess import list2cmdline
 
         line = list2cmdline([text])
         return line if line.startswith('"') else f'"{line}"'
-    if "!" in text:  # an event of the shell's history, also between double quotes
+    if "!" in text:  # history expansion, also in double quotes
         return shlex.quote(text)
     return '"' + "".join(f"\\{char}" if char in '\\"$`' else char for char in text) + '"'
 
@@ -43,7 +43,7 @@ def quoted(value: object) -> str:
         value = shortened(value, MOST)
     try:
         text = repr(value)
-    except Exception:  # a user's own class
+    except Exception:  # raised by the __repr__ of a user's class
         text = f"<{type(value).__name__}>"
     return printable(text, 2 * MOST)
 

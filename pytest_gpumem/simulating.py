@@ -38,9 +38,9 @@ class RankPeaks(NamedTuple):
 
 
 class SimulatedRun:
-    """The effect of one ``with simulate(...)`` on its GPU; readable inside and afterwards.
+    """The numbers of one ``with simulate(...)`` on its GPU, readable inside and afterwards.
 
-    On a machine with several GPUs it is the first one's; :attr:`devices` has a run of each.
+    On a machine with several GPUs they are those of the first; :attr:`devices` has a run for each.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SimulatedRun:
         self._peak_reserved = 0
         self._tracker = tracker
         self.devices: tuple[SimulatedRun, ...] = (self,)
-        """A run of each GPU of the machine, by index; phases and notes are common to all."""
+        """A run for each GPU of the machine, by index; they share phases and notes."""
         self._of_ranks: tuple[RankPeaks, ...] = ()
 
     @property
@@ -85,12 +85,12 @@ class SimulatedRun:
 
     @property
     def estimated(self) -> int:
-        """The bytes of the peak that are estimates, because cuDNN is closed: its workspaces."""
+        """The bytes of the peak that are estimates: workspaces of cuDNN, which is closed source."""
         return self._gpu.estimated
 
     @property
     def phases(self) -> Mapping[str, PhaseRecord]:
-        """The phases left so far, by name."""
+        """The phases that have ended so far, by name."""
         workspaces = workspaces_of([self._gpu])
         return MappingProxyType(self._tracker.records(self._gpu.index, Bytes(), workspaces))
 
@@ -101,9 +101,9 @@ class SimulatedRun:
 
     @property
     def ranks(self) -> tuple[RankPeaks, ...]:
-        """The peaks of each rank that torchrun has started, by rank: complete on rank 0 at the end.
+        """The peaks of each rank that torchrun has started, by rank; on rank 0, after the end.
 
-        On other ranks, and in a single process, they are only this one's.
+        On other ranks, and in a single process, it has only this rank's peaks.
         """
         return self._of_ranks or (RankPeaks(self.peak_allocated, self.peak_reserved),)
 
@@ -114,15 +114,15 @@ class SimulatedRun:
 
     @property
     def nccl(self) -> str:
-        """The sentence that estimates NCCL's memory beside all these numbers; may be empty."""
+        """The sentence that estimates NCCL's memory, which no number contains; may be empty."""
         return sentence(self._gpu.simulation.communicators.values())
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name the phase of code inside; the numbers are in :attr:`phases` afterwards."""
+        """Return a context manager for the phase ``name``; :attr:`phases` then has its numbers."""
         return self._tracker.window(name)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all GPUs' state in the form of ``torch.cuda.memory._snapshot()``."""
+        """Return the state of all GPUs in the form of ``torch.cuda.memory._snapshot()``."""
         return snapshot([gpu.allocator for gpu in self._gpu.simulation.gpus])
 
     def gather_peaks(self, world: World) -> None:
@@ -130,7 +130,7 @@ class SimulatedRun:
 
         Raises ``MeetingError`` where a rank has ended before.
         """
-        # Only a process that torchrun has started imports it.
+        # Imported only in a process that torchrun has started.
         from pytest_gpumem.simulated.distributed.exchange import exchange_of
 
         exchange = exchange_of(world, address_of_process(os.environ))
@@ -164,13 +164,12 @@ def simulate(
     ``"A100-80GB*2"`` is a machine with two of them; a ``GpuModel`` need not be in the catalogue.
     ``compile`` selects the treatment of compiled code: ``"auto"`` follows Inductor and runs eagerly
     code that cannot be followed, ``"always"`` refuses that, ``"eager"`` compiles nothing.
-    Python's garbage collector runs at times that depend on the GPU, as in a measured test: see
+    Growth of the GPU's blocks triggers Python's garbage collector, as in a measured test: see
     :mod:`pytest_gpumem.garbage`.
     With a ``world_size`` the process is ``rank`` of so many, ``torch.distributed`` is initialised,
-    and the run is that of the rank's own GPU; other ranks do not run. Such machines have as many
-    GPUs as ``model`` states, without a star up to eight. Without one, a process that torchrun has
-    started is simulated as its rank, without the others; at the end rank 0 receives the peaks
-    of each of them.
+    and the run is that of the rank's GPU; other ranks do not run. Machines then have as many GPUs
+    as ``model`` states, without a star up to eight. Without ``world_size``, a process that torchrun
+    has started is simulated as its rank, and at the end rank 0 receives the peaks of all ranks.
 
     Raises ``ValueError`` for an unknown model, version, setting or rank, and ``RuntimeError`` where
     a rank that torchrun has started has ended before it sent its peaks.
@@ -196,7 +195,7 @@ def simulate(
     own = gpus[gpus[0].simulation.first_index]
     collector = Collector()
     with ExitStack() as inside:
-        # Where tests run on the dry device, its functions would say that there is no device.
+        # If tests run on the dry device, its replaced functions report no device here.
         inside.enter_context(scope.opened(to_children=False))
         inside.enter_context(own.active())
         inside.enter_context(clear_frames_of_imports())
@@ -238,7 +237,7 @@ def workspaces_of(gpus: Iterable[SimulatedGPU]) -> frozenset[Block]:
 
 
 def restart(gpus: Sequence[SimulatedGPU], collector: Collector) -> None:
-    """Reset state that depends on all earlier code: the collector, autograd's numbering."""
+    """Reset state that depends on earlier code: the collector and autograd's numbering."""
     collector.restart()
     running.begin()
     gpus[0].simulation.numbering.begin()

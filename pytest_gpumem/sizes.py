@@ -1,4 +1,4 @@
-"""Sizes and tolerances: their written form, bytes, and their form for reading.
+"""Sizes and tolerances: parsing and formatting.
 
 ``K M G T`` and ``KiB MiB GiB TiB`` are powers of 1024, ``KB MB GB TB`` powers of 1000.
 """
@@ -43,10 +43,10 @@ _UNITS = {
 }
 
 _MOST = 1 << 128
-"""More bytes than any text can give; Python does not print ints of thousands of digits."""
+"""More bytes than any text can give: Python does not print ints of thousands of digits."""
 
-# The digits are bounded so that a mistyped value never runs into Python's own limit for int().
-# Texts, compiled at first use: every pytest run imports this module, few run into a size.
+# The number of digits is limited so that a mistyped value never exceeds Python's limit for int().
+# Patterns are compiled at first use: every pytest run imports this module, few parse a size.
 _NUMBER = r"([0-9]{1,18})(?:\.([0-9]{1,18}))?"
 _SIZE = rf"\s*{_NUMBER}\s*([A-Za-z]*)\s*"
 _PERCENT = rf"\s*{_NUMBER}\s*%\s*"
@@ -83,7 +83,7 @@ def written_size(value: int | str) -> int:
 def in_words(size: int) -> str:
     """Return the text that the user wrote for ``size``; empty if it is in KB, MB or GB.
 
-    Reports show sizes in KiB, MiB and GiB.
+    Reports use KiB, MiB and GiB, so that KB, MB and GB would be confusing.
     """
     written: str = getattr(size, "written", "")
     return "" if is_decimal(written) else written
@@ -111,7 +111,7 @@ def parse_size(value: int | str) -> int:
 
 
 _READ = (("KiB", 1), ("MiB", 1), ("GiB", 2), ("TiB", 2))
-"""The units in which sizes are shown, and the digits behind their point."""
+"""The units in which sizes are shown, and the number of digits after the point."""
 
 
 def format_size(n: int, *, more: int = 0) -> str:
@@ -123,7 +123,7 @@ def format_size(n: int, *, more: int = 0) -> str:
     for unit, digits in _READ:
         factor, places = _UNITS[unit.lower()], digits + more
         scale: int = 10**places
-        # Rounded before the unit is chosen, else 1 GiB less one byte would read "1024.0 MiB".
+        # Rounded before the unit is chosen, else 1 GiB less one byte would be "1024.0 MiB".
         rounded = (2 * size * scale + factor) // (2 * factor)
         text = f"{sign}{rounded // scale}.{rounded % scale:0{places}} {unit}"
         if rounded < KIB * scale:
@@ -137,11 +137,11 @@ def format_change(n: int) -> str:
 
 
 def format_apart(a: int, b: int) -> tuple[str, str]:
-    """Return two sizes for reading side by side, in as many digits as distinguish them.
+    """Return two sizes for display side by side, with as many digits as distinguish them.
 
-    Bytes are shown where more digits do not distinguish them; equal sizes read the same.
+    Exact bytes are used if more digits do not distinguish them; equal sizes give equal texts.
     """
-    for more in range(4):  # beyond three further digits, bytes are clearer
+    for more in range(4):  # with more than three further digits, bytes are clearer
         texts = tuple(format_size(n, more=more) for n in (a, b))
         if a == b or texts[0] != texts[1]:
             return texts[0], texts[1]
@@ -154,7 +154,7 @@ def format_exact(n: int) -> str:
 
 
 def exactly(text: str, n: int) -> str:
-    """Return ``text``, which stands for ``n`` bytes, with these added if it lacks them."""
+    """Return ``text``, a form of ``n`` bytes, with the exact bytes added if it lacks them."""
     exact = f"{n:,} B"
     return text if text == exact else f"{text} ({exact})"
 
@@ -178,12 +178,11 @@ class Tolerance:
     def allowance(self, reference: int) -> int:
         """Return the bytes by which a number may exceed ``reference`` (bytes), none below 0.
 
-        A percentage without a floor allows one allocator block at least: for a small reference it
-        would otherwise be less than the allocator can resolve.
+        A percentage without a floor allows at least one block, the resolution of the allocator.
         """
         from decimal import Decimal
 
-        # The shortest decimal of a float is what the user wrote, and its ratio is exact.
+        # The shortest decimal form of the float is the user's text, and its ratio is exact.
         numerator, denominator = Decimal(repr(self.percent)).as_integer_ratio()
         share = numerator * max(reference, 0) // (denominator * 100)
         if self.percent and not self.floor:
@@ -197,7 +196,7 @@ class Tolerance:
         percent = format(Decimal(repr(self.percent)), "f")
         if "." in percent:
             percent = percent.rstrip("0").rstrip(".")
-        # The floor exactly, in the largest unit of which it is a whole number.
+        # The exact floor, in the largest unit in which it is a whole number.
         units = ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "KB", "B")
         unit = next(unit for unit in units if self.floor % _UNITS[unit.lower()] == 0)
         floor = f"{self.floor // _UNITS[unit.lower()]}{unit}"

@@ -19,7 +19,7 @@ ELLIPSIS = "…"
 
 @dataclass(frozen=True)
 class TextRun:
-    """A piece of a line; ``style`` holds words such as ``bold red``, empty for plain text."""
+    """A piece of a line; ``style`` has words such as ``bold red``, and is empty for plain text."""
 
     text: str
     style: str = ""
@@ -43,17 +43,17 @@ class Line:
 
 
 def write_lines(writer: TerminalWriter, lines: Iterable[Line]) -> None:
-    """Write ``lines`` in their styles; the writer omits colours where there are none."""
+    """Write ``lines`` in their styles; the writer omits colours if the terminal has none."""
     for line in lines:
         for span in line.spans:
-            # pytest calls dim text light.
+            # pytest's name for dim is light.
             markup = dict.fromkeys(span.style.replace("dim", "light").split(), True)
             writer.write(printable(span.text), **markup)
         writer.line()
 
 
 def cells(text: str) -> int:
-    """Return the columns that ``text`` takes in a terminal: two for a wide character."""
+    """Return the width of ``text`` in terminal columns: two for a wide character."""
     if text.isascii():
         return len(text)
     return sum(_cell(char) for char in text)
@@ -68,8 +68,8 @@ def _cell(char: str) -> int:
 def shorten(text: str, width: int) -> str:
     """Return ``text`` in at most ``width`` columns, with an ellipsis for omitted characters.
 
-    They are in the middle: a test's name differs from its neighbour's at the ends. Control
-    characters are shown.
+    The middle is omitted, because similar tests' names differ at the ends. Control characters are
+    escaped.
     """
     text = printable(text)
     if cells(text) <= width:
@@ -86,16 +86,16 @@ def _fitting(text: str, width: int) -> str:
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:
-    """Return ``text`` filled up to ``width`` columns, set to the right if requested."""
+    """Return ``text`` padded to ``width`` columns, aligned to the right if requested."""
     gap = " " * (width - cells(text))
     return gap + text if right else text + gap
 
 
 def wrap(text: str, width: int, *, first: str = "", rest: str = "") -> list[str]:
-    """Return ``text`` in lines of ``width`` columns, broken between words, never inside one.
+    """Return ``text`` wrapped between words in lines of ``width`` columns.
 
     A number stays with its unit. The first line begins with ``first``, the others with ``rest``.
-    Control characters are shown.
+    Control characters are escaped.
     """
     words = re.split(r"(?<!\d)\s+|\s+(?!(?:[KMGT]i)?B\b|%)", printable(text.strip()))
     return pack(filter(None, words), width, gap=" ", first=first, rest=rest)

@@ -1,8 +1,8 @@
-"""The cause of a growth: one sentence from what two runs held and did.
+"""The cause of a growth: one sentence from the blocks and facts of two runs.
 
-Each detector reads one kind of evidence and returns its sentence only where that evidence accounts
-for most of the difference; the first one is the cause, and the most specific come first. Where none
-does, the sentence states the largest change.
+Each detector reads one kind of evidence, and its sentence counts only if the evidence explains most
+of the difference. The first such sentence is the cause; the most specific detectors come first. If
+there is none, the sentence states the largest change.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import listed
 
 CAST = "Tensor.to"
-"""The operator by which autograd sees ``float()``, ``half()`` and ``to(dtype)``."""
+"""The operator that autograd records for ``float()``, ``half()`` and ``to(dtype)``."""
 
 GRAPH_OF = "the graph of "
-"""Prefix of the name of a holder that keeps memory by its autograd graph."""
+"""Prefix of a holder's name if its autograd graph keeps the memory."""
 
 
 def cause_of(growth: Growth) -> str:
@@ -58,7 +58,7 @@ def cause_of(growth: Growth) -> str:
 
 
 def absolute_cause(now: Side, excess: int) -> str:
-    """Return the reason why a number is over a limit, by the run's facts; else empty."""
+    """Return the reason why a number is over a limit, from the run's facts; empty if unknown."""
     carried, attention = now.facts.get("carried") or {}, now.facts.get("attention") or {}
     for holder in carried.get("holders", ()):
         if steady_step(holder["held"]) and holder["held"][-1] > MOST * excess:
@@ -89,7 +89,7 @@ def leak_cause(sites: Sequence[Site]) -> str:
     return ""
 
 
-def _dtype(growth: Growth) -> Evidence:
+def _changed_dtype(growth: Growth) -> Evidence:
     gains: defaultdict[tuple[str, str], list[tuple[int, Site]]] = defaultdict(list)
     kinds = [_by_kind(side.sites) for side in (growth.now, growth.before)]
     for kind, (now, site) in kinds[0].items():
@@ -111,7 +111,7 @@ def _dtype(growth: Growth) -> Evidence:
 
 
 def _parameters_dtype(growth: Growth) -> Evidence:
-    """Tell the type of parameters where a GPU's record has no types of blocks."""
+    """Detect another dtype of parameters by the facts, as a real GPU's history has no dtypes."""
     now, before = growth.facts("models")
     own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
     for name, model in now.items():
@@ -121,7 +121,7 @@ def _parameters_dtype(growth: Growth) -> Evidence:
 
 
 def _by_kind(sites: Iterable[Site]) -> dict[tuple[Any, ...], tuple[dict[str, int], Site]]:
-    """Return by what a tensor is its bytes by dtype, and the first site."""
+    """Return the bytes of each kind of tensor by dtype, and the first site of the kind."""
     found: dict[tuple[Any, ...], tuple[dict[str, int], Site]] = {}
     for site in sites:
         if site.dtype is None or site.operator is None:
@@ -158,7 +158,7 @@ def _inputs(growth: Growth) -> Evidence:
     where = ""
     for change in new[:1]:
         site, more = change.site, format_size(change.bytes)
-        if site.shape and block_size(site) == change.bytes // site.count:  # all are of one shape
+        if site.shape and block_size(site) == change.bytes // site.count:  # all have one shape
             more = f"{site.count} × {shape_text(site.shape)}"
         where = f": {site_text(site)} holds {more} more"
     held = [side.categories[INPUTS] for side in (growth.now, growth.before)]
@@ -170,7 +170,7 @@ def _larger_model(growth: Growth) -> Evidence:
     now, before = growth.facts("models")
     own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
     if growth.now.facts.get("inputs") == growth.before.facts.get("inputs"):
-        # Of the same inputs, what grew at the same places grew with the model.
+        # With equal inputs, memory that grew at the same sites grew with the model.
         own += sum(
             change.bytes
             for change in growth.changes
@@ -191,7 +191,7 @@ def _larger_model(growth: Growth) -> Evidence:
         yield own, f"{name} has more parameters, {shown}"
 
 
-def _plain(growth: Growth) -> Evidence:
+def _largest_change(growth: Growth) -> Evidence:
     largest = largest_gain(growth)
     if largest is None:
         return
@@ -211,7 +211,7 @@ def _plain(growth: Growth) -> Evidence:
 
 DETECTORS: tuple[Callable[[Growth], Evidence], ...] = (
     *PROGRAM_CAUSES,
-    *(_inputs, _dtype, _parameters_dtype, _larger_model, _plain),
+    *(_inputs, _changed_dtype, _parameters_dtype, _larger_model, _largest_change),
 )
-"""The detectors in order: differences in the program's calls come before those in its tensors, and
-of these the ones whose evidence is a tensor before those that count all that grew."""
+"""The detectors in order: differences in the program's calls, then in its tensors. Of the latter,
+detectors whose evidence is one tensor come before those that count all growth."""

@@ -26,16 +26,16 @@ from pytest_gpumem.attribution.history import (
 from pytest_gpumem.values.serialization import OMITTED, Plain
 
 MOST_VIEWS = 8
-"""The most consecutive nodes without allocations in forward."""
+"""The most consecutive autograd nodes whose forward operators allocate nothing."""
 
 COMPILED = "CompiledFunctionBackward"
-"""The node of a whole compiled graph, which belongs to no single operator: each of its buffers has
-an origin of its own (torch/_functorch/_aot_autograd/runtime_wrappers.py)."""
+"""The autograd node of a whole compiled graph, which belongs to no single operator: each buffer has
+its own origin (torch/_functorch/_aot_autograd/runtime_wrappers.py)."""
 
 
 @dataclass(frozen=True)
 class Site(Plain):
-    """Blocks of one kind from one place; ``bytes`` is the sum of all ``count`` blocks."""
+    """Blocks of one category, source line and operator; ``bytes`` is the sum of all ``count``."""
 
     category: str
     bytes: int
@@ -50,9 +50,9 @@ class Site(Plain):
     """Shape of the largest of them."""
     dtype: str | None = None
     held_by: str | None = field(default=None, metadata=OMITTED)
-    """The variable that keeps them, where a search was made."""
+    """The variable that keeps them, if it was searched for."""
     each: int | None = field(default=None, metadata=OMITTED)
-    """Bytes of one block, where all are of one size."""
+    """Bytes of each block, if all have the same size."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Composition:
 def with_rest_as_other(composition: Composition, total: int) -> Composition:
     """Return ``composition`` with its difference from ``total`` bytes as the category "other".
 
-    A real allocator hands out more than was asked for where it does not split a block.
+    A real allocator allocates more than requested if it does not split a block.
     """
     rest = total - composition.total
     if not rest:
@@ -96,9 +96,11 @@ def compositions(history: History) -> dict[str, Composition]:
                 # A long-lived block is part of several peaks.
                 if id(life) not in places:
                     places[id(life)] = _place(history, life, forward)
-            running = _running(history, position, forward) if any(map(_is_buffer, live)) else ""
+            running = (
+                _running_module(history, position, forward) if any(map(_is_buffer, live)) else ""
+            )
             known[position] = _composition(
-                (_beside(places[id(life)], life, running), life) for life in live
+                (_with_overlap(places[id(life)], life, running), life) for life in live
             )
         found[phase] = known[position]
     return found
@@ -107,7 +109,7 @@ def compositions(history: History) -> dict[str, Composition]:
 def composition_of(
     history: History, lives: Iterable[BlockLifetime], holders: Mapping[int, str]
 ) -> Composition:
-    """Return the composition of ``lives``, wherever they ended; ``holders`` name their keepers."""
+    """Return the composition of ``lives``; ``holders`` are the variables that keep them."""
     forward = ForwardLifetimes(history.lifetimes)
     placed = ((_place(history, life, forward), life) for life in lives)
     return _composition(
@@ -132,11 +134,11 @@ def _composition(placed: Iterable[tuple[Site, BlockLifetime]]) -> Composition:
 
 
 def _place(history: History, life: BlockLifetime, forward: ForwardLifetimes) -> Site:
-    """Return the site of a block, with 0 bytes: blocks of one site have it in common."""
+    """Return the site of a block with 0 bytes, so that blocks of one site are equal."""
     origin, seen = life.origin, life.observation
     category = category_of(history, life)
     if category == WORKSPACE:
-        # The first operator that needs it allocates it, so no line is the cause.
+        # The first operator that needs a workspace allocates it, so no line is its cause.
         return Site(category, 0, 0, operator=(origin and origin.library) or "cuBLAS")
     if origin is None:
         return Site(category, 0, 0, module=general_path(seen.module) if seen else None)
@@ -151,7 +153,7 @@ def _place(history: History, life: BlockLifetime, forward: ForwardLifetimes) -> 
     if seen and category == OPTIMIZER_STATE:
         operator = seen.name
     elif seen and named and operator:
-        operator = operator.partition(" of ")[0]  # a gradient: its own module is known
+        operator = operator.partition(" of ")[0]  # a gradient, whose module is known
     elif seen and category == OTHER:
         operator = f"buffer {general_path('.'.join(filter(None, (module, seen.name))))}"
     return Site(
@@ -190,8 +192,8 @@ def _is_buffer(life: BlockLifetime) -> bool:
     return life.origin is not None and life.origin.kind == "buffer"
 
 
-def _running(history: History, position: int, forward: ForwardLifetimes) -> str:
-    """Return the path of the module that computes then, forward or backward."""
+def _running_module(history: History, position: int, forward: ForwardLifetimes) -> str:
+    """Return the path of the module that runs at ``position``, in forward or backward."""
     module = history.module_at(position)
     before = (life for life in reversed(history.lifetimes) if 0 <= life.made_at <= position)
     for life in before if not module else ():
@@ -203,8 +205,8 @@ def _running(history: History, position: int, forward: ForwardLifetimes) -> str:
     return module
 
 
-def _beside(place: Site, life: BlockLifetime, running: str) -> Site:
-    """Add the running module's name to another module's buffer: the two overlap."""
+def _with_overlap(place: Site, life: BlockLifetime, running: str) -> Site:
+    """Add the running module's name to the buffer of another module, whose lifetime overlaps."""
     if not running or not _is_buffer(life) or place.operator is None:
         return place
     path = place.operator.partition(" of ")[2]
@@ -215,10 +217,10 @@ def _beside(place: Site, life: BlockLifetime, running: str) -> Site:
 
 
 def category_of(history: History, life: BlockLifetime) -> str:
-    """Return the category of a block: as it was seen, else by its life.
+    """Return the category of a block: as observed, else by its lifetime.
 
-    A tensor that autograd saved, or that the forward returned, outlives the forward: an activation.
-    A tensor needed only by one operator does not: a temporary.
+    A tensor that autograd saved, or that the forward returned, outlives the forward and is an
+    activation. A tensor that only one operator needs does not, and is a temporary.
     """
     known = _known_category(history, life)
     if history.classify is None or life.origin is None:
@@ -242,8 +244,7 @@ def _known_category(history: History, life: BlockLifetime) -> str:
             return INPUTS if origin.kind == "copy" else OTHER
         if life.freed_at < history.next_backward(life.made_at):
             return TEMPORARIES
-        # A copy of parameters, for instance: backward does not need tensors that autograd does not
-        # record.
+        # Autograd recorded no node, so backward does not need it: for example a copy of parameters.
         return ACTIVATIONS if origin.has_node else OTHER
     survives = life.freed_at >= span.end
     if span.name == "step":
@@ -262,16 +263,16 @@ class ForwardLifetimes:
         for life in lives:
             origin = life.origin
             if origin is not None and origin.node is None and origin.kind == "computed":
-                # A node takes its number just before its operator runs, so the operator sees the
-                # next one; operators without a node that follow see it too.
+                # A node gets its number just before its operator runs, so the operator's blocks
+                # have the next number; so have those of following operators without a node.
                 found.setdefault(origin.sequence - 1, life)
         self._numbers = sorted(found)
         self._lifetimes = found
 
     def of(self, origin: Origin) -> BlockLifetime | None:
-        """Return the block of the forward operator to which ``origin``'s node belongs.
+        """Return a block of the forward operator to which ``origin``'s node belongs.
 
-        Views allocate nothing: theirs is that of an operator shortly before them.
+        Views allocate nothing: for their nodes it is a block of a preceding operator.
         """
         index = bisect_right(self._numbers, origin.sequence) - 1
         if index < 0 or origin.sequence - self._numbers[index] > MOST_VIEWS:
@@ -281,14 +282,14 @@ class ForwardLifetimes:
 
 @cache
 def shown_path(filename: str, root: str) -> str:
-    """Return ``filename`` relative to ``root``, or as its package names it; never absolute."""
+    """Return ``filename`` relative to ``root`` or to its package's folder; never absolute."""
     path = PurePath(filename)
     inside = bool(root) and path.is_relative_to(root)
     if inside:
         path = path.relative_to(root)
     parts = path.parts
     for folder in ("site-packages", "dist-packages"):
-        if folder in parts:  # of an environment inside the project, too
+        if folder in parts:  # also for a virtual environment inside the project
             return "/".join(parts[parts.index(folder) + 1 :])
     return path.as_posix() if inside else path.name
 

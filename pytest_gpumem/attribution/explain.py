@@ -18,23 +18,23 @@ from pytest_gpumem.text import listed
 from pytest_gpumem.values.operator_names import FUSED
 
 MOST_SITES = 24
-"""Sites that a baseline keeps of a phase; smaller ones are kept as sums by function."""
+"""The most sites of a phase in a baseline; smaller ones are summed up by function."""
 
 Key = tuple[str, str | None, str | None, str | None]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A site that differs; ``bytes`` is what it added, negative where it has less now."""
+    """A site that differs; ``bytes`` is its growth, negative if it has shrunk."""
 
     bytes: int
     change: str
     """``new``, ``grown``, ``shrunk`` or ``gone``."""
     site: Site
-    """The site as it is now; of more blocks of the same size, only as many as there are more."""
+    """The current site; if only the number of equal blocks grew, with the additional blocks."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form; ``each`` is there where whole blocks of one size came or went."""
+        """Return the JSON form, with ``each`` if whole blocks of one size were added or removed."""
         size = block_size(self.site)
         whole = size is not None and size * self.site.count == abs(self.bytes)
         return {
@@ -46,13 +46,13 @@ class Change:
 
 
 def block_size(site: Site) -> int | None:
-    """Return the bytes of each block of ``site``, ``None`` where they differ or it is unknown."""
+    """Return the bytes of each block of ``site``, ``None`` if they differ or are unknown."""
     if site.each is not None or site.count == 1:
         return site.bytes if site.each is None else site.each
     bits = re.search(r"\d+|bool", site.dtype or "")
     if site.shape is None or bits is None:
         return None
-    # Only the largest shape is stored: all have this size if count times it is the sum.
+    # Only the largest shape is stored: all blocks have it if its bytes times count is the sum.
     elements = math.prod(site.shape)
     largest = elements * (1 if bits[0] == "bool" else int(bits[0]) // 8)
     rounded = -(-largest // ALLOCATOR_BLOCK) * ALLOCATOR_BLOCK
@@ -62,12 +62,12 @@ def block_size(site: Site) -> int | None:
 def explain(
     actual: Iterable[Site], reference: Iterable[Site], *, compiled: bool | None = None
 ) -> tuple[Change, ...]:
-    """Return how ``actual`` differs from ``reference``; the bytes sum to the whole difference.
+    """Return the changes from ``reference`` to ``actual``, which sum to the whole difference.
 
-    Lines may have moved: sites are the same where category, module, function and operator are.
-    Where one of the two is ``compiled`` code and the other one is eager, operators are others: then
-    all blocks of a line and category are one site. If neither is given, fused operators show it.
-    ``reference`` may have been compacted, see :func:`compact`.
+    Lines may have moved: sites with equal category, module, function and operator match. If only
+    one side is ``compiled`` code, operators differ, and all blocks of a line and category are one
+    site; without that argument, fused operators show which side is compiled. ``reference`` may have
+    been compacted by :func:`compact`.
     """
     now, before = list(actual), list(reference)
     least = {"gone": 0, "new": 0}
@@ -90,7 +90,7 @@ def explain(
 
 
 def holdings(actual: Iterable[Site]) -> tuple[Change, ...]:
-    """Return ``actual`` as an explanation of its own total, most bytes first."""
+    """Return all sites of ``actual`` as changes from nothing, most bytes first."""
     return tuple(Change(site.bytes, "new", site) for site in actual)
 
 
@@ -105,7 +105,7 @@ def compact(sites: Sequence[Site], most: int = MOST_SITES) -> tuple[Site, ...]:
             category,
             sum(site.bytes for site in group),
             sum(site.count for site in group),
-            site=group[0].site,  # the largest one's
+            site=group[0].site,  # that of the largest one
             function=function,
         )
         for (category, function), group in groups.items()
@@ -122,7 +122,7 @@ def _least_named(sites: Iterable[Site]) -> int:
 
 
 def _without_edge(changes: Iterable[Change], least: Mapping[str, int]) -> Iterator[Change]:
-    """Yield ``changes``; sites that one side has only among its rest count as part of the rest.
+    """Yield ``changes``; a site too small to be named on the other side is merged into the rest.
 
     ``least`` is the smallest named size on the other side, for gone and for new sites.
     """
@@ -152,7 +152,7 @@ def _by_key(sites: Iterable[Site]) -> dict[Key, list[Site]]:
 def _pairs(
     actual: Sequence[Site], reference: Sequence[Site]
 ) -> Iterator[tuple[Site | None, Site | None]]:
-    """Yield the sites of one function and operator side by side: first those that are equal."""
+    """Yield pairs of sites of one function and operator: equal ones first."""
     one, other = (
         [(site.bytes, site.count, site.shape, site.dtype) for site in side]
         for side in (actual, reference)
@@ -172,7 +172,7 @@ def _change(now: Site | None, before: Site | None) -> Change:
     difference = now.bytes - before.bytes
     word = "grown" if difference > 0 else "shrunk"
     if now.bytes * before.count == before.bytes * now.count:
-        # More of the same size: give their number.
+        # More blocks of the same size: give the number of additional ones.
         now = replace(now, count=abs(now.count - before.count))
     return Change(difference, word, now)
 
@@ -180,7 +180,7 @@ def _change(now: Site | None, before: Site | None) -> Change:
 def _joined(
     changes: Iterable[Change], identity: Callable[[Site], tuple[Any, ...]]
 ) -> Iterator[Change]:
-    """Yield ``changes`` with what is gone and what is new of one ``identity`` as one change."""
+    """Yield ``changes``, with gone and new sites of the same ``identity`` merged."""
     gone: dict[tuple[Any, ...], list[Change]] = defaultdict(list)
     others = []
     for change in changes:
@@ -206,7 +206,7 @@ def _has_fused(sites: Iterable[Site]) -> bool:
 
 
 def _by_line(changes: Iterable[Change]) -> Iterator[Change]:
-    """Yield ``changes`` with those of one line and category as one, as it is now."""
+    """Yield ``changes``, with those of one line and category merged."""
     lines: dict[object, list[Change]] = defaultdict(list)
     for index, change in enumerate(changes):
         site = change.site
@@ -228,20 +228,20 @@ _IDENTITIES: tuple[Callable[[Site], tuple[Any, ...]], ...] = (
     ),
     lambda site: (site.category, site.operator, site.shape, site.dtype, site.count),
 )
-"""The fields that stay the same of a site in another category, and of one in another function."""
+"""The fields that identify a site whose category changed, and one whose function changed."""
 
 MOST = 0.5
-"""The part of a difference that evidence has to exceed. Of causes that share no bytes one alone can
-be more than half of it; with a smaller part the order of the detectors would decide between two."""
+"""The part of a difference that evidence has to exceed. Only one of several disjoint causes can be
+more than half; with a smaller part, the order of the detectors could decide between two."""
 MOST_NAMED = 3
-"""Modules that a sentence names, for it to fit into two lines of 80 columns."""
+"""The most modules that a sentence names, so that it fits into two lines of 80 columns."""
 
 Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Side:
-    """The sites that one run held at its peak, and its facts."""
+    """The sites of one run at its peak, and its facts."""
 
     sites: Sequence[Site]
     facts: Facts = field(default_factory=dict)
@@ -257,7 +257,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Growth:
-    """Two runs of one test, of which the second takes more."""
+    """The comparison of two runs of one test; the later one needs more memory."""
 
     now: Side
     before: Side
@@ -270,15 +270,15 @@ class Growth:
 
     @cached_property
     def gains(self) -> Sequence[Change]:
-        """The sites that hold more."""
+        """The sites that have grown."""
         return [change for change in self.changes if change.bytes > 0]
 
     def facts(self, name: str) -> tuple[Any, Any]:
-        """Return one of the facts of both runs, now and before; empty where it is not known."""
+        """Return one of the facts, of the later and the earlier run; empty if unknown."""
         return self.now.facts.get(name) or {}, self.before.facts.get(name) or {}
 
     def gained(self, *categories: str) -> int:
-        """Return by how much these categories together grew."""
+        """Return the growth of these categories together, in bytes."""
         return sum(self.now.categories[one] - self.before.categories[one] for one in categories)
 
     @property
@@ -288,7 +288,7 @@ class Growth:
 
 
 def largest_gain(growth: Growth) -> Change | None:
-    """Return what one line added most of by one operator; one with a place or an operator first."""
+    """Return the largest growth of one line and operator, preferably with known ones."""
     groups: defaultdict[object, list[Change]] = defaultdict(list)
     for index, change in enumerate(growth.gains):
         site = change.site
@@ -301,7 +301,7 @@ def largest_gain(growth: Growth) -> Change | None:
         return None
     first = changes[0]
     sites = [change.site for change in changes]
-    # A shape and a dtype where all have the same.
+    # With shape and dtype if all of them agree.
     differing: dict[str, Any] = {
         name: None
         for name in ("shape", "dtype", "module")
@@ -313,7 +313,7 @@ def largest_gain(growth: Growth) -> Change | None:
 
 
 def site_text(site: Site) -> str:
-    """Return where a site is, as a sentence names it: ``model.py:71 (torch.softmax)``."""
+    """Return a site's line and operator for a sentence: ``model.py:71 (torch.softmax)``."""
     operator = f"({site.operator})" if site.operator and site.site else site.operator or ""
     return " ".join(filter(None, (site.site, operator)))
 

@@ -12,22 +12,22 @@ from pytest_gpumem.text import ELLIPSIS
 from pytest_gpumem.values.operator_names import FUSED
 
 SHOWN_LINES = 10
-"""Lines of an explanation that a failure prints; the JSON report holds all of them."""
+"""The most lines of an explanation that a failure prints; the JSON report has all of them."""
 
 LEAST_TEXT = 12
-"""Columns that a place or an operator keeps in a narrow terminal."""
+"""The least width of a source line and of an operator in a narrow terminal."""
 
 _JOINED = " + "
 """Separator of the operators that compiled code fuses into one kernel."""
 
 _HELD_BY = "held by "
-"""The text before the variable that keeps a block, of any length."""
+"""The text before the variable that keeps a block."""
 
 _NAMESPACE = re.compile(r"^(?:torch\.|aten::|functional\.)(?=\w)")
-"""The namespaces that all operators have."""
+"""Namespaces of operators."""
 
 FOLDED = "one line of several"
-"""Key of a line that stands for several: their number."""
+"""Key of a merged line: the number of lines merged into it."""
 
 Line = Mapping[str, Any]
 
@@ -41,16 +41,16 @@ def explanation_lines(
 ) -> list[str]:
     """Return ``explanation`` in lines, aligned in columns, largest first.
 
-    ``signed`` lines are differences. The state of one optimizer, and one code line's allocations of
-    many sizes, are one line, unless ``every`` is set; lines beyond :data:`SHOWN_LINES` are summed
-    up in a last one. They are fitted into ``width`` columns where that is given.
+    ``signed`` lines are differences. Unless ``every`` is set, the state of one optimizer and the
+    allocations of one code line are merged into a line each, and lines beyond :data:`SHOWN_LINES`
+    are summed up in a last one. If ``width`` is given, lines are fitted into that many columns.
     """
     lines = list(explanation) if every else folded(explanation)
     shown = lines if every else lines[:SHOWN_LINES]
-    texts = _laid_out(shown, signed, width)
+    texts = _in_columns(shown, signed, width)
     while not every and len(texts) > SHOWN_LINES and len(shown) > 1:
         shown = shown[:-1]
-        texts = _laid_out(shown, signed, width)
+        texts = _in_columns(shown, signed, width)
     if hidden := lines[len(shown) :]:
         total = sum(line["bytes"] for line in hidden)
         sign, kind = (_sign(total), "change") if signed else ("", "site")
@@ -59,10 +59,10 @@ def explanation_lines(
     return texts
 
 
-def _laid_out(lines: Sequence[Line], signed: bool, width: int | None) -> list[str]:
+def _in_columns(lines: Sequence[Line], signed: bool, width: int | None) -> list[str]:
     """Return ``lines`` in columns; one that is too long takes two."""
     texts: list[str] = []
-    # A narrow terminal omits the numbers of blocks, then the operators' namespaces.
+    # In a narrow terminal leave out the numbers of blocks, then the operators' namespaces.
     for blocks, prefixes in ((True, True), (False, True), (False, False)):
         rows = [_columns(line, signed, blocks=blocks, prefixes=prefixes) for line in lines]
         texts = _aligned(rows, None if prefixes else width)
@@ -72,10 +72,10 @@ def _laid_out(lines: Sequence[Line], signed: bool, width: int | None) -> list[st
 
 
 def folded(explanation: Iterable[Line]) -> list[Line]:
-    """Return ``explanation`` with lines on the same thing merged, largest first.
+    """Return ``explanation`` with merged lines, largest first.
 
-    A thing is the state of one optimizer, or one operator's blocks of one line of code. Growth and
-    shrinkage are kept apart.
+    Lines on the state of one optimizer, and on one operator's blocks from one code line, are
+    merged; growth and shrinkage are not.
     """
     groups: dict[object, list[Line]] = {}
     for index, line in enumerate(explanation):
@@ -115,7 +115,7 @@ def _columns(line: Line, signed: bool, *, blocks: bool, prefixes: bool) -> tuple
     operator = line.get("operator") or line.get("module")
     if category == PARAMETERS and line.get("module"):
         operator = line["module"]  # more precise than the operator that moved it to the device
-    # A library's workspace has no source line: its name replaces the line.
+    # A library's workspace has no source line: the library's name is shown there.
     places = [place for place in (line.get("site"), operator) if place]
     site, operator = [*places, "", ""][:2]
     parts = [_blocks(line, signed) if blocks else "", line.get("dtype") or ""]
@@ -136,9 +136,9 @@ def _columns(line: Line, signed: bool, *, blocks: bool, prefixes: bool) -> tuple
 
 
 def _blocks(line: Line, signed: bool) -> str:
-    """Return how many blocks of which size; where they are not of one, only how many."""
+    """Return the number of blocks, and their size if it is the same for all."""
     count = line.get("count") or 1
-    # Lines recorded elsewhere have no data on single blocks.
+    # Lines of another origin have no data on single blocks.
     each = line["each"] if "each" in line else abs(line["bytes"]) // count
     if each is not None and each * count == abs(line["bytes"]):
         return f"{count} × {format_size(each)}"
@@ -152,7 +152,7 @@ def _sign(change: int) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Return ``rows`` in columns; one that no row fills is left out."""
+    """Return ``rows`` in columns; empty columns are left out."""
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -166,7 +166,7 @@ def _aligned(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def _row(front: str, texts: Sequence[str], widths: Sequence[int], width: int | None) -> list[str]:
-    """Return a row in one line, or in two where an operator or a holder is too long for it."""
+    """Return a row as one line, or as two if an operator or a holder is too long."""
     for kept in (4, 3, 2):
         pairs = zip(texts[:kept], widths, strict=False)
         columns = [f"{text:<{w}}" for text, w in pairs if w or text]
@@ -180,22 +180,22 @@ def _row(front: str, texts: Sequence[str], widths: Sequence[int], width: int | N
 def _fitted(
     rows: Sequence[Sequence[str]], widths: list[int], width: int
 ) -> tuple[list[list[str]], list[int]]:
-    """Return ``rows`` and their widths, with places cut to the available room.
+    """Return ``rows`` with source lines shortened to fit, and the widths of columns.
 
-    An operator that is longer than its column keeps its name, for a line of its own; so does a
-    variable that keeps memory.
+    Operators and variables that are longer than their column are not shortened: they go to a
+    separate line.
     """
     gaps = 2 * (1 + sum(map(bool, widths[2:])))
     blocks = max(len(row[5].partition(_HELD_BY)[0].rstrip()) for row in rows)
     room = width - gaps - sum(widths[:3]) - blocks
-    # The most useful parts are a path's package and file, and a whole operator's name.
-    shortest = max(len(_end(row[3], 0)) for row in rows)
+    # Most useful are the package and file of a path, and the whole name of an operator.
+    shortest = max(len(_shortened_path(row[3], 0)) for row in rows)
     most = max(LEAST_TEXT, room - shortest)
     names = [_last(row[4], most) for row in rows]
     operator = max((len(name) for name in names if len(name) <= most), default=0)
     place = min(widths[3], max(LEAST_TEXT, room - operator))
     fitted = [
-        [*row[:3], _end(row[3], place), name, *row[5:]]
+        [*row[:3], _shortened_path(row[3], place), name, *row[5:]]
         for row, name in zip(rows, names, strict=True)
     ]
     found = [max(map(len, column)) for column in zip(*fitted, strict=True)]
@@ -203,7 +203,7 @@ def _fitted(
 
 
 def _last(operators: str, width: int) -> str:
-    """Return ``operators``; of several that are fused the last ones, whole, that fit, or one."""
+    """Return ``operators``; of fused ones, as many of the last ones as fit, but at least one."""
     names = operators.split(_JOINED)
     if len(names) > 1 and len(operators) > width:
         lasts = [_JOINED.join(names[first:]) for first in range(1, len(names))]
@@ -214,8 +214,8 @@ def _last(operators: str, width: int) -> str:
     return operators
 
 
-def _end(path: str, width: int) -> str:
-    """Return ``path``, or its package and its file where it does not fit, or its end.
+def _shortened_path(path: str, width: int) -> str:
+    """Return ``path`` if it fits, else its package and file, else its end.
 
     A ``width`` of 0 gives the shortest form with a package.
     """

@@ -22,29 +22,28 @@ from pytest_gpumem.attribution.history import (
 Frame = Mapping[str, Any]
 
 MOST_LINES = 12
-"""The number of lines kept of a stack, the innermost ones."""
+"""The number of innermost frames of a stack that are kept."""
 
 OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
 NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
-"""Functions in C++ frames: an operator, a node of autograd."""
+"""C++ function names of an operator and of an autograd node."""
 _CUBLAS = re.compile(
     r"\bat::cuda::(getNewWorkspace|setWorkspaceForHandle|allocateCUDABlasWorkspace"
     r"|getCUDABlasLtWorkspace)\b"
 )
-"""Functions of aten/src/ATen/cuda/CublasHandlePool.cpp that allocate workspaces of cuBLAS, the
-first one up to torch 2.9, the second one from 2.10 to 2.14, the third one since 2.15; and of
-cuBLASLt."""
+"""Functions of aten/src/ATen/cuda/CublasHandlePool.cpp that allocate workspaces: of cuBLAS up to
+torch 2.9, from 2.10 to 2.14, and since 2.15; and of cuBLASLt."""
 _CUDNN = re.compile(
     r"\bat::native::"
     r"(run_\w*conv\w*|cudnn_convolution\w*|convolution_backward|_cudnn_init_dropout_state)\b"
 )
 """Functions that allocate the workspace of a convolution's plan (native/cudnn/Conv_v8.cpp, torch
-2.6 to 2.15), or call one without a name in 2.15, and the state of recurrent layers' dropout
-(cudnn/RNN.cpp); all of them make tensors by ``empty``."""
+2.6 to 2.15; in 2.15 by an unnamed function), and the state of recurrent layers' dropout
+(cudnn/RNN.cpp). All of them call ``empty``."""
 _ALLOCATING = re.compile(r"^\?\?$|^torch::|^c10::|\bCUDACachingAllocator\b")
-"""Frames between a recorded allocation and the function that requests it."""
+"""The most frames between a recorded allocation and the function that requests it."""
 _MEMORY_ONLY = re.compile(r"_?(?:empty|new_empty|resize)(?:_|$)")
-"""Operators that only allocate, for the operator that called them."""
+"""Operators that only allocate for the operator that calls them."""
 _OVERLOAD = re.compile(
     r"_(?:[A-Z]\w*|out|dim|dims|int|self|default|start|start_out|start_step|names|like_out"
     r"|memory_format|dim_IntList|dim_max|dim_DimnameList)$"
@@ -52,7 +51,7 @@ _OVERLOAD = re.compile(
 """The form in which ``at::_ops`` writes the overload in ``aten::sum.dim_IntList``."""
 
 _MADE_BY = ("nn/modules/module.py", ("_apply", "convert"))
-"""The code in which ``model.to("cuda")`` makes parameters: torch/nn/modules/module.py."""
+"""The functions by which ``model.to("cuda")`` makes parameters: torch/nn/modules/module.py."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ EARLIER = StackFacts(operator="allocated before recording began")
 
 
 def frames_in(event: Mapping[str, Any]) -> list[Frame]:
-    """Return the frames of an event that are such: a file may hold anything in their place."""
+    """Return the valid frames of an event, because a file may contain any values."""
     frames = event.get("frames")
     return [
         frame
@@ -113,10 +112,10 @@ def library_of(symbols: Iterable[str]) -> str | None:
 
 
 def category(facts: StackFacts, *, kept: bool) -> str:
-    """Return a block's category; ``kept`` is whether it outlived the phase it was made in.
+    """Return a block's category; ``kept``: it outlived the phase it was allocated in.
 
-    Frames contain less than a watched test: a copy from the host looks like any tensor, and only
-    the function that moved a tensor shows that it is a parameter.
+    Frames show less than the observation of a test: a copy from the host looks like any other
+    tensor, and a parameter is recognised only by the function that moved it.
     """
     if facts.library:
         return WORKSPACE
@@ -130,7 +129,7 @@ def category(facts: StackFacts, *, kept: bool) -> str:
 
 
 def is_torchs(filename: str) -> bool:
-    """Return whether a file is torch's own; recordings may name it from there on."""
+    """Return whether a file belongs to torch; a recorded path may begin at torch's folder."""
     return filename.startswith(("torch/", "<")) or "/torch/" in filename
 
 
@@ -153,7 +152,7 @@ def _during(python: Sequence[Frame]) -> str:
 
 
 def _operator(symbols: Sequence[str]) -> str | None:
-    """Return the innermost operator that is more than memory for another one."""
+    """Return the innermost operator that does more than allocate for another one."""
     found = [match[1] for name in symbols if (match := OPERATOR.search(name))]
     if not found:
         return None

@@ -17,7 +17,7 @@ SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unm
 
 
 class Origin(Protocol):
-    """The origin of a block; everything may be unknown."""
+    """The origin of a block; each property may be unknown."""
 
     @property
     def source_line(self) -> tuple[str, int, str] | None:
@@ -33,8 +33,8 @@ class Origin(Protocol):
 
     @property
     def kind(self) -> str:
-        """``copy`` from the host, ``factory`` or ``computed``; what sharding adds is ``unsharded``
-        parameters and ``buffer``."""
+        """``copy`` from the host, ``factory`` or ``computed``; with sharding also ``unsharded``
+        (parameters) and ``buffer``."""
 
     @property
     def library(self) -> str | None:
@@ -42,15 +42,15 @@ class Origin(Protocol):
 
     @property
     def node(self) -> str | None:
-        """Autograd's node that ran, ``SoftmaxBackward0``; ``None`` outside backward."""
+        """The running autograd node, ``SoftmaxBackward0``; ``None`` outside backward."""
 
     @property
     def sequence(self) -> int:
-        """Autograd's sequence number of the node that ran, else of the next; -1 where unknown."""
+        """The sequence number of the running node, else of the next new one; -1 if unknown."""
 
     @property
     def has_node(self) -> bool:
-        """Whether autograd made a node for the operator that ran; true where that is unknown."""
+        """Whether autograd made a node for the operator; true if that is unknown."""
 
     @property
     def shape(self) -> Sequence[int] | None:
@@ -71,13 +71,13 @@ class Event(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """The known content of an address before the event number ``position``."""
+    """The content of an address, observed before the event number ``position``."""
 
     position: int
     address: int
     category: str
     module: str
-    """Path of the module that owns it, empty where there is none."""
+    """Path of the module that owns it; empty if there is none."""
     name: str
     """The attribute: ``weight``, ``exp_avg``."""
 
@@ -92,7 +92,7 @@ class Span(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BlockLifetime:
-    """A block from its allocation to its free: positions of these events, the first is 0."""
+    """A block with the positions of its allocation and its free; the first event is 0."""
 
     address: int
     nbytes: int
@@ -106,7 +106,7 @@ class BlockLifetime:
 class History:
     """The events on one device while the body of a test ran.
 
-    ``held`` are the blocks that lived when it began: address, bytes and origin.
+    ``held`` are the live blocks at the start: address, bytes and origin.
     """
 
     held: Iterable[tuple[int, int, Origin | None]]
@@ -114,24 +114,24 @@ class History:
     phases: Sequence[Span]
     """The windows of the test's phases."""
     automatic: Sequence[Span] = ()
-    """Forward, backward and step as detected, whatever the test calls its phases."""
+    """The automatic phases forward, backward and step."""
     modules: Sequence[tuple[int, str]] = ()
     """Position, and the path of the module that runs from then on; empty outside modules."""
     observations: Sequence[Observation] = ()
     excluded_windows: Sequence[tuple[int, int]] = ()
-    """Ranges in which fixtures requested by the body were set up: counted as before the body."""
+    """Ranges in which the body's ``getfixturevalue`` set up fixtures; they count as before it."""
     unmeasured: Sequence[tuple[int, int]] = ()
     """Ranges in which no peak counts."""
     reserved: Sequence[int] = ()
-    """Bytes held from the driver before each event, and after the last; empty where unknown."""
+    """Reserved bytes before each event, and after the last one; empty if unknown."""
     split: Sequence[int] = ()
-    """Bytes of free parts of segments that are partly in use, then; empty where unknown."""
+    """Bytes of inactive splits at the same positions; empty if unknown."""
     root: str = ""
     """The folder that paths are relative to."""
     classify: Callable[[str, int, Origin], str] | None = None
-    """Final decision on the category of a block, from its category, bytes and origin."""
+    """Function that returns a block's final category from its category, bytes and origin."""
     locate: Callable[[Origin], tuple[str, int, str] | None] | None = None
-    """Lookup of an allocation's line, where it is not the innermost of the user's code."""
+    """Function that returns an allocation's line, if not the innermost line of the user's code."""
     lifetimes: list[BlockLifetime] = field(init=False)
     length: int = field(init=False)
 
@@ -143,7 +143,7 @@ class History:
         self._recognise()
 
     def peaks(self) -> Mapping[str, int]:
-        """Return by phase the position after whose event the most was allocated."""
+        """Return the position of each phase's peak: that of the event before it."""
         allocated = self.allocated()
         for begin, end in self.unmeasured:
             allocated[begin + 1 : end] = [-1] * max(end - begin - 1, 0)
@@ -157,7 +157,7 @@ class History:
         return {name: position for name, (_, position) in peaks.items()}
 
     def allocated(self, lives: Iterable[BlockLifetime] | None = None) -> list[int]:
-        """Return the bytes of ``lives``, or of all, before each event and after the last."""
+        """Return the bytes of ``lives``, or of all blocks, before each event and after the last."""
         changes = [0] * (self.length + 1)
         for life in self.lifetimes if lives is None else lives:
             changes[life.made_at + 1] += life.nbytes
@@ -186,7 +186,7 @@ class History:
         return origin.source_line if self.locate is None else self.locate(origin)
 
     def next_backward(self, position: int) -> int:
-        """Return where the first backward after ``position`` begins, else the end."""
+        """Return the begin of the first backward after ``position``, else the last position."""
         index = bisect_right(self.automatic, position, key=lambda span: span.begin)
         return next(
             (span.begin for span in self.automatic[index:] if span.name == "backward"), self.length
@@ -221,7 +221,7 @@ class History:
             for life in by_address.get(observation.address, ()):
                 if not life.made_at < observation.position <= life.freed_at:
                     continue
-                # The same tensor seen again, now with its owner's path, tells more.
+                # A later observation of the same tensor may also have its owner's path.
                 known = life.observation or observation
                 gain = _STRENGTH.index(observation.category) - _STRENGTH.index(known.category)
                 path = len(observation.module) - len(known.module)
@@ -237,4 +237,4 @@ PARAMETERS, GRADIENTS, OPTIMIZER_STATE, INPUTS = CATEGORIES[:4]
 ACTIVATIONS, WORKSPACE, TEMPORARIES, OTHER = CATEGORIES[4:]
 
 _STRENGTH = (INPUTS, OTHER, OPTIMIZER_STATE, GRADIENTS, PARAMETERS, WORKSPACE)
-"""Categories that are seen, the weakest first: a buffer passed to a module is still a buffer."""
+"""Observed categories, the weakest first: a buffer passed to a module remains a buffer."""

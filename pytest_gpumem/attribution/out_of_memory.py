@@ -20,7 +20,7 @@ REMEDIES = (
     "max_split_size_mb:512",
     "garbage_collection_threshold:0.8",
 )
-"""Settings of PYTORCH_CUDA_ALLOC_CONF that are tried, in the order of recommendation."""
+"""Settings of PYTORCH_CUDA_ALLOC_CONF to try, the recommended ones first."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class OutOfMemory:
     avoided_by: tuple[str, ...]
     """Allocator settings under which the same allocations fit."""
     limit: int | None = None
-    """Bytes that this process may reserve of the device, where that is less than all of it."""
+    """Bytes of the device that this process may reserve, if that is not the whole device."""
     cause: str = ""
     """The reason for the size of the request, where known: a clause."""
 
@@ -52,7 +52,7 @@ class OutOfMemory:
 
     @property
     def fragmentation(self) -> int:
-        """Bytes reserved and not allocated: free in pieces, none of which was large enough."""
+        """Bytes reserved and not allocated, in free blocks that were too small."""
         return self.reserved - self.allocated
 
     @property
@@ -126,9 +126,9 @@ def post_mortem(
 ) -> OutOfMemory | None:
     """Return the data of a snapshot of the allocator on its last failure, ``None`` without one.
 
-    ``limit`` are the bytes of the ``total`` that the process may reserve, ``holders`` the sites
-    that were live then, and ``place`` is the site and the operator that requested. ``unfused`` is
-    the reason why attention, if it made the request, ran no fused kernel.
+    ``limit`` are the bytes of ``total`` that the process may reserve, ``holders`` the sites of the
+    live blocks, ``place`` the site and the operator of the request. ``unfused`` is the reason why
+    attention ran no fused kernel, if attention made the request.
     """
     trace = snapshot["device_traces"][device]
     failures = [index for index, event in enumerate(trace) if event["action"] == "oom"]
@@ -154,7 +154,7 @@ def post_mortem(
 
 
 def _reserved_at(snapshot: Json, device: int, index: int) -> int:
-    """Return the reserved bytes at event ``index``: the final state without later events."""
+    """Return the reserved bytes at event ``index``: those at the end without later events'."""
     reserved: int = sum(
         segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device
     )
@@ -164,10 +164,10 @@ def _reserved_at(snapshot: Json, device: int, index: int) -> int:
 
 
 def _within(snapshot: Json, device: int, limit: int) -> Json:
-    """Return ``snapshot`` for a device of the size that the process may reserve.
+    """Return ``snapshot`` for a device with as many bytes as the process may reserve.
 
-    A failure is recorded with what the driver had left, whatever
-    ``torch.cuda.set_per_process_memory_fraction`` allows.
+    A failure is recorded with the driver's free bytes, which do not depend on
+    ``torch.cuda.set_per_process_memory_fraction``.
     """
 
     def limited(index: int, event: Json) -> Json:

@@ -1,6 +1,6 @@
 """Causes in a program's calls and settings: detectors that compare the facts of two runs.
 
-Each yields sentences with the bytes that they account for, where the facts differ.
+Each yields sentences with the bytes that they explain, if the facts differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pytest_gpumem.text import counted, listed
 from pytest_gpumem.values.operator_names import FUSED
 
 Evidence = Iterator[tuple[int, str]]
-"""Bytes, and the sentence on what they are of; one that is not certain is empty."""
+"""Explained bytes and the sentence on them; the sentence is empty if it is not certain."""
 
 
 def _compiled(growth: Growth) -> Evidence:
@@ -63,7 +63,7 @@ def _base(operator: str) -> str:
 
 
 def _gained(growth: Growth, category: str, cause: str, more: str) -> tuple[int, str]:
-    """Return the evidence of ``cause``, by which the bytes of ``category`` have grown."""
+    """Return the evidence of ``cause``: the growth of ``category``."""
     nbytes = growth.gained(category)
     return nbytes, f"{cause}: {format_size(nbytes)} of {category} {more}"
 
@@ -128,7 +128,7 @@ def _carried(growth: Growth) -> Evidence:
         yield gains[variable], sentence
         if MOST * until_the_end < growth.bytes:
             yield until_the_end, sentence
-    # What each step leaves where no variable holds it: a generator's consumer does.
+    # Memory of each step that no variable holds, but for example the consumer of a generator.
     amounts = facts[0].get("bytes", ())
     step, left = steady_step(amounts), largest_gain(growth)
     if step and not steady_step(facts[1].get("bytes", ())) and left and left.site.site:
@@ -142,15 +142,15 @@ def _carried(growth: Growth) -> Evidence:
 
 
 def _later_steps(carried: Facts, amounts: Sequence[int]) -> int:
-    """Return the bytes added after the last inspection, if steps went on as before."""
+    """Return the bytes added after the last inspection, if steps continued as before."""
     later: int = max(carried.get("forwards", 0) - len(amounts) - 1, 0)
     return steady_step(amounts) * later
 
 
 def carried_sentence(holder: Facts) -> str:
-    """Return what each step leaves in a variable, or that it keeps tensors of earlier steps.
+    """Return the sentence on the bytes that each step leaves, or earlier steps left, in a variable.
 
-    Empty where neither is certain: a batch may be of a step to come.
+    Empty if that is not certain: a batch may belong to a later step.
     """
     amounts: Sequence[int] = holder["held"]
     kind = f"the {holder['kind']} " if holder["kind"] else ""
@@ -170,7 +170,7 @@ def carried_sentence(holder: Facts) -> str:
 def steady_step(amounts: Sequence[int]) -> int:
     """Return the bytes that each step adds to ``amounts``; 0 unless the last two added some.
 
-    Two are the least that tell a growth from what one step keeps for the next one.
+    With one growth only, it could be memory that each step keeps for the next one.
     """
     steps = [after - before for before, after in pairwise([0, *amounts])][-2:]
     return steps[-1] if len(steps) == 2 and min(steps) > 0 else 0
@@ -209,7 +209,7 @@ def _copied_model(growth: Growth) -> Evidence:
 
 
 def _second_parameters(growth: Growth) -> Change | None:
-    """Return the growth by a copied module: as many parameters again, not larger ones."""
+    """Return the growth by a copy of a module: as many parameters again, of the same size."""
     now, before = (_parameters_of(side) for side in (growth.now, growth.before))
     new = [one for one in growth.gains if one.site.category == PARAMETERS]
     if not new or now < 2 * before:
@@ -219,8 +219,8 @@ def _second_parameters(growth: Growth) -> Change | None:
 
 
 def _clones(growth: Growth) -> Change | None:
-    """Return a line that made a tensor of each parameter's size, in their dtype or in float32 of
-    half of it; a GPU's record does not tell copies from activations."""
+    """Return a line that made a tensor for each parameter, of its dtype or as float32 of a half
+    precision one: in a real GPU's history, copies cannot be distinguished from activations."""
     blocks, held = _parameters_of(growth.now), growth.now.categories[PARAMETERS]
     for change in growth.changes:
         made = change.change == "new" and change.site.category in (OTHER, ACTIVATIONS)
@@ -281,7 +281,7 @@ def _attention(growth: Growth) -> Evidence:
 
 
 def unfused_sentence(attention: Facts) -> str:
-    """Return that attention ran its unfused kernel, and why."""
+    """Return the sentence that attention ran unfused, with the reason."""
     why = ", ".join(attention.get("why", ()))
     return f"scaled_dot_product_attention ran unfused, as {why}"
 

@@ -11,24 +11,23 @@ from pytest_gpumem.attribution.composition import category_of, shown_path
 from pytest_gpumem.attribution.history import CATEGORIES, BlockLifetime, History
 
 BUCKETS = 40
-"""Parts of a time line; of each, the samples are kept where it is lowest and highest, and where
-most is reserved. A JSON report of 2,000 tests is 20 MiB then."""
+"""The number of stretches of a time line, for each of which the lowest, the highest and the most
+reserved sample are kept. A JSON report of 2,000 tests is then 20 MiB."""
 
 MOST_SPANS = 200
-"""Windows of phases that are kept, the longest; a phase may be entered at every step."""
+"""The most windows of phases that are kept, the longest ones: each step may enter a phase."""
 
 
 def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | None:
     """Return the allocated bytes over the events of ``history``; ``None`` where there were none.
 
     ``positions`` are the samples: 0 is before the first event, n after the nth. ``categories`` has
-    the bytes of each at every sample, so a sample's sum is exactly what was allocated then. The
-    samples hold the lowest and the highest point of every stretch of events, the first, the last
-    and the peak of each phase: no peak is lost. ``blocks`` contains the block that was allocated
-    (bytes above 0) or freed (below 0) by the event before each sample, as the number of its place;
-    place -1 is none: before the first event, and where a simulated allocator got a segment.
-    ``reserved``, where it is known, is without the ``stray_reserved`` bytes that others held
-    before; ``split`` is what of all segments that are partly in use is free.
+    the bytes of each category at every sample; their sum is exactly the allocated bytes. Samples
+    are the lowest and the highest point of every stretch of events, the first, the last, and the
+    peak of each phase. ``blocks`` has the block that the event before each sample allocated (bytes
+    above 0) or freed (below 0), and the number of its place; -1 is none: before the first event,
+    and for a new segment of a simulated allocator. ``reserved``, if known, is without the
+    ``stray_reserved`` bytes from before the test; ``split`` are the bytes of inactive splits.
     """
     if not history.length:
         return None
@@ -66,13 +65,13 @@ def _kept(history: History) -> set[int]:
         stretch = range(begin, end)
         kept.add(max(stretch, key=allocated.__getitem__))
         kept.add(min(stretch, key=allocated.__getitem__))
-        if reserved:  # most of the time it is highest where most is allocated
+        if reserved:  # its highest point is mostly, but not always, that of the allocated bytes
             kept.add(max(stretch, key=lambda at: (reserved[at], allocated[at])))
     return kept
 
 
 def _blocks(history: History, kept: Sequence[int]) -> dict[str, list[Any]]:
-    """Return the block of the event before each sample, and the places that these refer to."""
+    """Return the block of the event before each sample, and the list of places."""
     wanted = {position - 1 for position in kept}
     events: dict[int, tuple[BlockLifetime, int]] = {}
     for life in history.lifetimes:

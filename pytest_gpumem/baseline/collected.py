@@ -31,17 +31,17 @@ class MeasuredTest:
     """Whether an earlier attempt in this session did not pass."""
     subtest_failed: bool = False
     wanted: bool = True
-    """``False`` where the marker has ``baseline=False``."""
+    """``False`` if the marker has ``baseline=False``."""
     tolerance: str | None = None
-    """The test's own tolerance for its baseline; ``None`` where it states none."""
+    """The test's own tolerance for its baseline; ``None`` for the default."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The tests that this session collected: the proof that a test no longer exists.
+    """The tests that this session collected, which shows whether a stored test still exists.
 
-    A module counts as collected completely unless ``incomplete`` gives a reason: a node id was
-    given for it, its collection failed, or a plugin filtered it while it was collected (``--lf``).
+    A module counts as collected completely unless ``incomplete`` has a reason: a node id was given
+    for it, its collection failed, or a plugin filtered its tests during collection (``--lf``).
     Reasons complete the sentence "2 stored tests not pruned: ...".
     """
 
@@ -50,7 +50,7 @@ class Collected:
     nodeids: Iterable[str]
     """The node ids of all collected items, deselected ones included."""
     incomplete: Mapping[str, str] = field(default_factory=dict)
-    """Reason by module why its ids may be incomplete."""
+    """Reason why the ids of a module may be incomplete, by module."""
     partial: str = ""
     """Reason why modules may exist that were not collected: ``paths were given``; empty if none."""
     narrowed: str = ""
@@ -76,10 +76,11 @@ class Collected:
         return self.partial or f"{module} exists, but nothing was collected from it" * exists
 
     def gone(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
-        """Return the gone ids of ``stored`` ones in ``module``, and the number in doubt by reason.
+        """Return the ids in ``stored`` without a test, and the number of doubtful ones by reason.
 
-        A test whose function is still in its module was hidden, by an option or a plugin. Of a
-        function that was collected with other parameters, a parameter is gone.
+        If the module still defines the function of a test that was not collected, an option or
+        plugin may have hidden it. If the function was collected with other parameters, the test is
+        gone.
         """
         ids = self.ids.get(module, ())
         unseen = [i for i in stored if i not in ids and (module, i) not in self.ran]
@@ -117,16 +118,16 @@ def _functions(node: ast.AST, owner: str) -> Iterable[str]:
             yield owner + child.name
         elif isinstance(child, ast.ClassDef):
             yield from _functions(child, f"{owner}{child.name}::")
-        else:  # under a condition, for instance
+        else:  # for example under a condition
             yield from _functions(child, owner)
 
 
 T = TypeVar("T", bound=Hashable)
 
 LEAST_ALIKE = 0.8
-"""Ratio from which on two names are similar, where their numbers differ."""
+"""The least ratio of similar names, for tests whose numbers differ."""
 TELLING = MIB
-"""Bytes from which on unique numbers identify a test."""
+"""The least bytes with which unique numbers identify a test."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ class Unused:
     environment: Environment
     entry: BaselineEntry
     successor: str | None = None
-    """The node id of the test that has probably taken its place."""
+    """The node id of the test that probably replaces it."""
     same: bool = False
-    """Whether it measures what is stored."""
+    """Whether the successor's numbers equal the stored ones."""
 
 
 def unused_baselines(
@@ -147,7 +148,7 @@ def unused_baselines(
 ) -> list[Unused]:
     """Return the entries of the environments of ``tests`` that no test uses, sorted by node id.
 
-    Only those that ``collected`` proves gone; unreadable files are reported elsewhere.
+    Only those whose tests are certainly gone; unreadable files are reported elsewhere.
     """
     collected = replace(collected, ran=frozenset(split_nodeid(test.nodeid) for test in tests))
     environments = {test.environment.key: test.environment for test in tests}
@@ -171,7 +172,7 @@ def _unused(
     store: BaselineStore, environment: Environment, collected: Collected
 ) -> Iterator[Unused]:
     for module in store.modules(environment):
-        if not collected.doubt(module):  # whichever are stored
+        if not collected.doubt(module):  # for all its stored tests
             with suppress(BaselineError):
                 entries = store.load(environment, module)
                 for test_id in collected.gone(module, entries)[0]:
@@ -181,7 +182,7 @@ def _unused(
 def _new_tests(
     store: BaselineStore, environment: Environment, tests: Sequence[MeasuredTest]
 ) -> dict[str, BaselineEntry]:
-    """Return by node id the measured numbers of tests without an entry of their own."""
+    """Return the measured numbers of tests without an entry, by node id."""
     found = {}
     for test in tests:
         if test.environment == environment and test.wanted:
@@ -198,9 +199,9 @@ def _numbers(entry: BaselineEntry) -> tuple[int, int, tuple[tuple[str, int], ...
 
 
 SAME_NUMBERS_ALIKE = 0.5
-"""Ratio from which on two names are similar, where all numbers are equal."""
+"""The least ratio of similar names, for tests whose numbers are equal."""
 ONLY_MOVED = 1.0
-"""Ratio for tests that differ only in the path of their module."""
+"""The ratio of tests that differ only in the path of their module."""
 
 
 def successors(
@@ -210,18 +211,17 @@ def successors(
     unlike: float = ONLY_MOVED,
     identifies: Callable[[T], bool] = lambda measured: False,
 ) -> dict[str, tuple[str, bool]]:
-    """Return by node id the ``new`` test that each ``gone`` test has probably become.
+    """Return the ``new`` test that probably replaces each ``gone`` one, and if numbers are equal.
 
-    Both hold measured numbers. Where these are equal, names have to be alike by half, or the
-    numbers are unique and identify a test by themselves; where they differ, by ``unlike``. Every
-    test takes the place of one at most, the most similar first. Beside the new one's node id stands
-    whether its numbers are the same.
+    Both arguments have measured numbers by node id. Tests with equal numbers match if half of their
+    names is similar, or if the numbers are unique; tests with different numbers match if names are
+    similar by ``unlike``. Each new test replaces at most one; the most similar pairs come first.
     """
     often = Counter([*gone.values(), *new.values()])
     pairs = []
     for position, (old, before) in enumerate(gone.items()):
         for name, measured in new.items():
-            same, alike = measured == before, _alike(old, name)
+            same, alike = measured == before, _name_similarity(old, name)
             unique = same and often[measured] == 2 and identifies(measured)
             if unique or alike >= (SAME_NUMBERS_ALIKE if same else unlike):
                 pairs.append((not same, -alike, position, old, name))
@@ -234,8 +234,8 @@ def successors(
     return found
 
 
-def _alike(old: str, new: str) -> float:
-    """Return how much of two tests' names is the same at their ends; modules do not count."""
+def _name_similarity(old: str, new: str) -> float:
+    """Return the ratio of two tests' names, without modules, that is equal at start and end."""
     names = [split_nodeid(nodeid)[1].replace("test_", "") for nodeid in (old, new)]
     if names[0] == names[1]:
         return 1.0
@@ -245,6 +245,6 @@ def _alike(old: str, new: str) -> float:
 
 
 def _same_letters(one: str, other: str) -> int:
-    """Return with how many letters both begin."""
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -40,11 +40,11 @@ class Judgement:
     verdicts: tuple[Verdict, ...] = ()
     improvements: tuple[Improvement, ...] = ()
     missing_baseline: bool = False
-    """A baseline would have been compared and none is stored for this environment."""
+    """Whether a baseline was wanted and none is stored for this environment."""
 
 
 def default_tolerance_for(exact: bool) -> Tolerance:
-    """Return the tolerance that applies where neither marker nor option states one.
+    """Return the default tolerance.
 
     ``exact`` numbers, simulated or dry ones, repeat byte for byte.
     """
@@ -63,10 +63,10 @@ def missing_text(
 def missing_cause(
     environment: Environment, elsewhere: Sequence[tuple[Environment, BaselineEntry]]
 ) -> str:
-    """Return the only difference from an environment with a baseline, if there is just one.
+    """Return the difference from an environment with a baseline, if there is only one.
 
-    Empty where no stored environment is like this one but for the torch release, the settings of
-    the allocator or those of cuBLAS.
+    Empty unless a stored environment differs only in the torch release, in the settings of the
+    allocator or in those of cuBLAS.
     """
     names = {
         "torch": "torch",
@@ -97,19 +97,18 @@ def judge(
 ) -> Judgement:
     """Return the judgement of a marked test whose body passed, on one device.
 
-    ``baseline`` is the test's entry for ``environment``; ``elsewhere`` has those of other
-    environments, which are shown and never compared. ``used_elsewhere`` means that the test
-    allocated on another device, so that nothing on this one is no failure; baselines belong to one
-    device, so for the others the caller passes an expectation with ``baseline=False``. A limit on a
-    phase that did not run fails, for it checks nothing; not so the project's ``default_phases``,
-    which no test has to have.
+    ``baseline`` is the test's entry for ``environment``; ``elsewhere`` has entries of other
+    environments, which are shown and never compared. ``used_elsewhere``: the test allocated on
+    another device, so that an empty peak on this one is no failure. Baselines belong to one device:
+    for further devices, pass an expectation with ``baseline=False``. A limit on a phase that did
+    not run fails, because nothing was checked, except for the project's ``default_phases``.
 
-    Where the marker does not state ``baseline``, a test without one passes and is listed, so that a
-    project with limits only, or one checked out on a machine whose environment is not recorded yet,
-    is not red; unless ``require_baseline``, which stands for ``--gpumem-require-baselines`` given
-    by the user: where CI turned it on it is for tests with ``baseline=True``, which fail in any
-    case. While baselines are updated none is missed, and with ``all`` none is compared: the update
-    reports what changed.
+    If the marker does not contain ``baseline``, a test without a baseline passes and is listed, so
+    that a project with limits only, or a machine with a new environment, has no failures. With
+    ``require_baseline``, for ``--gpumem-require-baselines`` given by the user, it fails. (If only
+    the variable CI turned the option on, it applies to tests with ``baseline=True``, which fail in
+    any case.) While baselines are updated no baseline is missing, and with ``all`` none is
+    compared: the update reports the changes.
     """
     judged = _Judged(measurement, environment.gpu)
     if measurement.peak_allocated <= 0 and not used_elsewhere:
@@ -141,8 +140,8 @@ def judge_prediction(
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on a measured test's prediction, as a whole and phase by phase.
 
-    A peak may differ by ``tolerance`` to either side: a prediction that is too high is wrong, too.
-    A prediction that could not be made fails, and so does a phase that only one of them has.
+    A peak may differ by ``tolerance`` in either direction: a prediction that is too high is wrong,
+    too. A missing prediction fails, and so does a phase that only one of the two has.
     """
     return tuple(_Judged(measurement, gpu).against_prediction(predicted, tolerance))
 
@@ -235,7 +234,7 @@ class _Judged:
             allowance = tolerance.allowance(reference)
             passed = abs(actual - reference) <= allowance
             sites, theirs = self._sites(phase), other._sites(phase)
-            changes = explain(*_alike(sites, theirs)) if sites and theirs else ()
+            changes = explain(*_with_equal_names(sites, theirs)) if sites and theirs else ()
             notes = (PREDICTED_TOO_MUCH,) if not passed and actual < reference else ()
             why = {"notes": notes, "explanation": changes, **_compared(reference, tolerance)}
             yield self._verdict("prediction", phase, reference + allowance, actual, passed, **why)
@@ -268,7 +267,7 @@ class _Judged:
         return self._verdict("limit", phase, limit, actual, explanation=held, cause=cause)
 
     def _did_not_run(self, kind: str, phase: str, limit: int, **compared: Any) -> Verdict:
-        # With a negative limit, the 0 that stands for "not run" would be too much.
+        # The 0 of a phase that did not run would exceed a negative limit.
         limit = max(limit, 0)
         note = f"phases that ran: {self._ran or 'none'}"
         names = [name for name in self._peaks if name is not None]
@@ -304,11 +303,12 @@ def _compared(reference: int, tolerance: Tolerance) -> dict[str, Any]:
     return {"reference": reference, "tolerance": str(tolerance)}
 
 
-def _alike(measured: list[Site], predicted: list[Site]) -> tuple[list[Site], list[Site]]:
-    """Return both sides so that the same blocks look the same on them.
+def _with_equal_names(measured: list[Site], predicted: list[Site]) -> tuple[list[Site], list[Site]]:
+    """Return both sides with equal names for equal blocks.
 
-    A real history has no shapes, and C++'s names of operators where the simulation has Python's.
-    The same program ran twice, so a line that has one operator left on each side has the same one.
+    A real history has no shapes, and C++ names of operators where the simulation has Python names.
+    The same program ran twice, so if one unmatched operator of a line is left on each side, the two
+    are the same.
     """
     if any(site.shape for site in measured):
         return measured, predicted
@@ -324,7 +324,7 @@ def _alike(measured: list[Site], predicted: list[Site]) -> tuple[list[Site], lis
 
 
 def _operators(sites: Iterable[Site]) -> defaultdict[tuple[str | None, ...], set[str | None]]:
-    """Return by category, module and line the operators of ``sites``."""
+    """Return the operators of ``sites`` by category, module and line."""
     found: defaultdict[tuple[str | None, ...], set[str | None]] = defaultdict(set)
     for site in sites:
         found[site.category, site.module, site.site].add(site.operator)

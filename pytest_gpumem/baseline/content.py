@@ -66,9 +66,9 @@ class BaselineEntry(Plain):
     peak: StoredPeak | None = None
     """The live blocks at the test's peak; ``None`` where not recorded."""
     phase_peaks: Mapping[str, StoredPeak] = field(default_factory=dict)
-    """The live blocks by phase, where these are not those of the whole test."""
+    """The live blocks by phase, where they differ from those of the whole test."""
     tolerance: str | None = field(default=None, metadata=OMITTED)
-    """The test's own tolerance, in the marker's form; ``None`` where it states none."""
+    """The test's own tolerance, in the marker's form; ``None`` for the default."""
     ran_eagerly: bool = field(default=False, metadata=OMITTED)
     """Whether code that was to be compiled ran eagerly on the simulated GPU."""
     facts: Mapping[str, Any] = field(default_factory=dict, metadata=OMITTED)
@@ -99,7 +99,7 @@ class BaselineEntry(Plain):
 
     @property
     def without_lines(self) -> BaselineEntry:
-        """A copy without source lines: moved code needs no new baseline."""
+        """A copy without source lines, because moved code needs no new baseline."""
         if self.peak is None and not self.phase_peaks:
             return self
         return replace(
@@ -120,7 +120,7 @@ class BaselineEntry(Plain):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BaselineEntry:
-        """Rebuild what :meth:`to_dict` wrote."""
+        """Return the entry from :meth:`to_dict`'s form."""
         phases, own = data["phases"], {*data} - {"composition", "sites"}
         peaks = {name: held for name, phase in phases.items() if (held := _held(phase))}
         return super().from_dict(
@@ -139,7 +139,7 @@ def _held(data: Mapping[str, Any]) -> dict[str, Any] | None:
 SCHEMA_VERSION = 1
 
 _CONFLICT = re.compile(rb"^<{7}( |\r?$).*^={7}\r?$.*^>{7}( |\r?$)", re.MULTILINE | re.DOTALL)
-"""Git's conflict markers, left where both sides changed a line."""
+"""Git's conflict markers."""
 
 
 class BaselineError(ValueError):
@@ -155,17 +155,17 @@ class BaselineFile:
 
 
 class Entries(UserDict[str, Any]):
-    """The tests of a file by id; each entry is built on access, of the thousands there are."""
+    """The tests of a file by id; an entry is built only on access, as there may be thousands."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.data = dict(data)
-        """The JSON form, as it was read, of unchanged entries."""
+        """The JSON form of unchanged entries, as read."""
 
     def __getitem__(self, test_id: str) -> BaselineEntry:
         return BaselineEntry.from_dict(self.data[test_id])
 
     def __setitem__(self, test_id: str, entry: BaselineEntry) -> None:
-        if self.get(test_id) != entry:  # an equal entry in another form is kept
+        if self.get(test_id) != entry:  # an equal entry stays as it was read
             self.data[test_id] = entry.to_dict()
 
 
@@ -182,8 +182,8 @@ def read_file(path: Path, key: str) -> BaselineFile | None:
 def read_folder(folder: Path) -> list[tuple[str, BaselineFile]]:
     """Return every module path and its file, sorted, of a baselines folder.
 
-    ``folder`` is the one with an environment's folder for each, or one of these. Raises
-    :class:`BaselineError` as :func:`read_file` does, and where nothing is in it.
+    ``folder`` contains a folder for each environment, or is one of these. Raises
+    :class:`BaselineError` as :func:`read_file` does, and if it contains no baselines.
     """
     own = folder.resolve().name
     found = []
@@ -223,7 +223,7 @@ def parse(path: Path, content: bytes, key: str) -> BaselineFile:
 
 
 def serialize(path: Path, environment: Environment, tests: Entries) -> bytes:
-    """Return the bytes that ``path`` is to have: sorted, and each site on a line of its own."""
+    """Return the new content of ``path``: sorted JSON with a line for each site."""
     data = {
         "schema_version": SCHEMA_VERSION,
         "environment": environment.to_dict(),
@@ -235,7 +235,7 @@ def serialize(path: Path, environment: Environment, tests: Entries) -> bytes:
 
 
 def unusable(verb: str, path: Path, error: OSError) -> BaselineError:
-    """Return the sentence of a file that cannot be read or written."""
+    """Return the error for a file that cannot be read or written."""
     reason = error.strerror or error
     return BaselineError(f"baseline {path} cannot be {verb}: {reason}; check {path.parent}")
 
@@ -271,7 +271,7 @@ def _parsed(path: Path, content: bytes) -> BaselineFile:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; reject a repeated key, which a bad merge leaves behind."""
+    """Build a JSON object; reject a repeated key, which may come from a bad merge."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -281,7 +281,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | int:
-    """Read a number; 1.0 becomes an integer, as in a JSON schema, since bytes are Python's."""
+    """Read a number; 1.0 becomes an ``int``, as it is an integer for a JSON schema."""
     number = float(text)
     return int(number) if number.is_integer() else number
 
@@ -291,9 +291,9 @@ def _not_a_number(name: str) -> float:
 
 
 def _layout(value: Any, margin: str) -> str:
-    """Return indented JSON, sorted, in which an object of an array has a line of its own.
+    """Return indented, sorted JSON with one line for each object in an array.
 
-    The lines of a diff are numbers then, and sites.
+    So each line of a diff is a number or a site.
     """
     if type(value) is int:
         return repr(value)

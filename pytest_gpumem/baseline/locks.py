@@ -1,10 +1,10 @@
-"""The lock of a folder for one writer at a time, and the place of the writer's draft.
+"""The lock of a folder for one writer at a time, and the path of the writer's draft.
 
-It is in ``<root>/.gpumem-locks``, which contains its own .gitignore and stays, as pytest's cache
-does. The lock is the kernel's (``flock``, which Linux passes on to an NFS server): it ends with its
-process in any case. On a file system whose ``flock`` does not work, as that of some NFS and FUSE
-servers, the lock is the file itself, with process and host in it; that of a killed writer is
-detected on its own host, and named on another.
+It is in ``<root>/.gpumem-locks``, which contains a .gitignore and is not deleted, like pytest's
+cache. It is a lock of the kernel (``flock``, which Linux forwards to an NFS server), which ends
+with its process. On a file system without a working ``flock``, such as some NFS and FUSE servers,
+the existence of the file is the lock, and it contains process and host; the file of a killed writer
+is removed on that host, and an error message names it on another.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PATIENCE = 60.0
 
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EIO})
 """Errors of ``flock`` where it does not work: not implemented, no lock daemon (NFS), not supported,
-or FUSE's translation of an unknown answer. filelock handles only the first."""
+or FUSE's error for an unknown reply. filelock handles only the first."""
 
 _EVERYONE = 0o666
-"""Mode of the lock: users who may write in the folder may also lock, so that it can be shared."""
+"""Mode of the lock file: all users who may write to the folder may also lock it."""
 
 
 class LockError(Exception):
@@ -47,7 +47,7 @@ class Locks:
 
     @contextmanager
     def holding(self) -> Iterator[Path]:
-        """Hold the lock; yields where the draft of a file's new content belongs.
+        """Hold the lock; yields the path for the draft of a file's new content.
 
         Raises :class:`LockError` where another process keeps the lock, ``OSError`` where the folder
         cannot be written.
@@ -61,8 +61,8 @@ class Locks:
         started = time.monotonic()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a file system without flock
-                # Each of many writes gets a second even if others have used the time up.
+                warnings.simplefilter("ignore")  # filelock warns on a file system without flock
+                # Each write waits for a second even if earlier ones have used the time up.
                 lock.acquire(timeout=max(self._patience, 1.0))
         except Timeout:
             name = "another process"
@@ -76,7 +76,7 @@ class Locks:
         finally:
             self._patience -= time.monotonic() - started
         try:
-            for path in (holder, draft):  # of the last writer, and of one that was killed
+            for path in (holder, draft):  # left by an earlier writer, perhaps a killed one
                 path.unlink(missing_ok=True)
             with suppress(OSError):
                 name = f"process {os.getpid()} on {socket.gethostname()}"

@@ -30,14 +30,14 @@ from pytest_gpumem.values.environment import Environment
 __all__ = ["BaselineEntry", "BaselineError", "BaselineStore", "read_folder", "split_nodeid"]
 
 Edit = Callable[[MutableMapping[str, BaselineEntry]], object]
-"""A function that edits a module's entries; called again if the file has changed since."""
+"""A function that edits a module's entries; called again if the file has changed meanwhile."""
 
 
 def split_nodeid(nodeid: str) -> tuple[str, str]:
     """Return the module's path and the test's id of a node id.
 
-    The ``@group`` that pytest-xdist's ``--dist loadgroup`` appends is left out, as it finds it
-    itself: behind the last bracket.
+    The ``@group`` that pytest-xdist's ``--dist loadgroup`` appends is left out. As in pytest-xdist,
+    it is searched after the last bracket.
     """
     module, _, test_id = nodeid.partition("::")
     if test_id.rfind("@") > test_id.rfind("]"):
@@ -48,7 +48,7 @@ def split_nodeid(nodeid: str) -> tuple[str, str]:
 class BaselineStore:
     """The baselines under one folder.
 
-    Reading keeps what it read; writing reads the file again first. A file that is damaged, or of
+    Files are read once for lookups; writing reads the file again. A file that is damaged, or of
     another kind or environment, raises :class:`BaselineError` and is never overwritten.
     """
 
@@ -84,7 +84,7 @@ class BaselineStore:
     ) -> list[tuple[Environment, BaselineEntry]]:
         """Return a test's entries in other environments, by key: for display only.
 
-        Their unreadable files are passed over: they are of no concern to this environment.
+        Unreadable files of other environments are ignored.
         """
         known = []
         keys: list[str] = []
@@ -107,11 +107,11 @@ class BaselineStore:
         )
 
     def edit(self, environment: Environment, module: str, edit: Edit) -> Path | None:
-        """Apply ``edit`` to the entries of a module as the file has them now, and write them.
+        """Read the entries of a module, apply ``edit``, and write them.
 
-        Returns the file, ``None`` where nothing changed. Other writers wait, on this host and
-        others. Atomic: a reader sees the old file or the new one, even if a process is killed.
-        Without tests the file is removed, with folders left empty.
+        Returns the file, ``None`` if nothing changed. Other writers wait, also on other hosts. The
+        write is atomic, even if the process is killed. A file without tests is removed, and so are
+        folders that become empty.
         """
         path = self.path(environment.key, module)
         self._loaded.pop(path, None)
@@ -154,7 +154,7 @@ class BaselineStore:
 
 
 def _edited(path: Path, content: bytes | None, key: str, edit: Edit) -> Entries | None:
-    """Return the entries that ``edit`` makes of a file's ``content``, ``None`` if the same."""
+    """Return the entries of a file's ``content`` after ``edit``, ``None`` if unchanged."""
     before = {} if content is None else parse(path, content, key).tests.data
     tests = Entries(before)
     edit(tests)

@@ -1,6 +1,6 @@
-"""The update of baselines at the end of a session, and its limits.
+"""The update of baselines at the end of a session.
 
-Runs once, at the end, in the one process that has every result: under pytest-xdist the controller.
+It runs once, in the process that has all results: under pytest-xdist the controller.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class UpdateReport:
     changed: tuple[Change, ...] = ()
     pruned: tuple[Change, ...] = ()
     unchanged: int = 0
-    """Tests whose stored entry equals the measured one, or was kept because only new ones count."""
+    """Number of tests whose stored entry equals the measured one, or was kept by mode ``new``."""
     messages: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
 
@@ -65,12 +65,12 @@ def update_baselines(
 ) -> UpdateReport:
     """Write the numbers of ``tests``, delete entries without a test; return the result.
 
-    ``all`` adds and changes entries, ``new`` only adds, ``None`` does neither. Only tests count
-    that passed at the first attempt and without a failed subtest; entries of tests that did not
-    run stay. Files that would not change are not touched, and a file that cannot be read or
-    written is left as it is and becomes an error while the others are still done.
+    Mode ``all`` adds and changes entries, ``new`` only adds, ``None`` does neither. Only tests that
+    passed at the first attempt, without a failed subtest, count; entries of tests that did not run
+    stay. Files without changes are not written. A file that cannot be read or written is left
+    unchanged and gives an error; the other files are still written.
 
-    ``prune`` deletes entries of tests that ``collected`` proves gone, in the environments of
+    ``prune`` deletes entries whose tests are gone by ``collected``, in the environments of
     ``tests``: in another environment, other parameters may exist. Doubtful entries stay, and a
     message reports them.
     """
@@ -91,7 +91,7 @@ def update_baselines(
             for environment in {test.environment.key: test.environment for test in tests}.values():
                 for module in store.modules(environment):
                     plan(environment, module).collected = collected
-        return _carried_out(store, plans.values(), messages)
+        return _write_changes(store, plans.values(), messages)
 
 
 @dataclass
@@ -103,14 +103,14 @@ class _Plan:
     mode: UpdateMode | None
     measured: list[tuple[str, BaselineEntry]] = field(default_factory=list)
     collected: Collected | None = None
-    """The tests that exist, where others are pruned."""
+    """The existing tests, if others are pruned."""
     changes: list[Change] = field(default_factory=list)
     unchanged: int = 0
     doubted: Mapping[str, int] = field(default_factory=dict)
-    """The reasons why stored tests that were not collected stay, with their number."""
+    """The number of stored tests that stay although they were not collected, by reason."""
 
     def apply(self, entries: MutableMapping[str, BaselineEntry]) -> None:
-        """Change the entries, and record the changes; again if the file is read again."""
+        """Change the entries, and record the changes; called again if the file is read again."""
         self.changes, self.unchanged, self.doubted = [], 0, {}
         for test_id, new in self.measured:
             old = entries.get(test_id)
@@ -131,7 +131,7 @@ class _Plan:
 def _eligible(
     tests: Iterable[MeasuredTest], messages: dict[str, None]
 ) -> Iterable[tuple[MeasuredTest, BaselineEntry]]:
-    """Return the tests whose numbers may be stored, each once; the others are ``messages``."""
+    """Return the tests whose numbers may be stored, each once; add ``messages`` on the others."""
     kept: dict[tuple[str, str, str], tuple[MeasuredTest, BaselineEntry]] = {}
     disputed = {}
     wanted = [test for test in tests if test.wanted]
@@ -155,7 +155,7 @@ def _eligible(
     return kept.values()
 
 
-def _carried_out(
+def _write_changes(
     store: BaselineStore, plans: Iterable[_Plan], messages: dict[str, None]
 ) -> UpdateReport:
     """Write every changed file; return the changes in those that could be written."""
@@ -210,7 +210,7 @@ def _difference(name: str, old: int | None, new: int | None) -> Iterator[str]:
         known, state = (new, "new") if old is None else (old, "gone")
         yield f"{name} {format_size(known or 0)} ({state})"
         return
-    # Sizes with the same rounded text are given in bytes.
+    # Sizes that round to the same text are given in bytes.
     alike = format_size(old) == format_size(new)
     before, after = (f"{n:,} B" if alike else format_size(n) for n in (old, new))
     percent = f" ({format_percent(new - old, old)})" if old > 0 else ""

@@ -1,4 +1,4 @@
-"""A judged property of one test with its texts, and a test's failure: several of them."""
+"""Verdicts on the properties of one test with their texts, and failures made of verdicts."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from pytest_gpumem.values.serialization import Plain
 class Verdict(Plain):
     """A judged number.
 
-    ``limit`` is the highest value that passes and ``actual`` what was measured, both in bytes.
-    ``reference`` is what ``actual`` was compared with (a baseline or a prediction; ``None`` for a
-    plain limit).
+    ``limit`` is the highest value that passes and ``actual`` the measured value, both in bytes.
+    ``reference`` is the baseline or prediction that ``actual`` was compared with; ``None`` for a
+    limit.
 
     Some failures have no number above a limit:
 
     - a required phase did not run: ``actual`` is 0 and ``limit`` is given;
     - a required baseline or prediction does not exist: neither ``limit`` nor ``reference``;
-    - a predicted phase did not run: ``reference`` alone;
-    - a prediction is higher than what was measured.
+    - a predicted phase did not run: only ``reference``;
+    - a prediction is higher than the measured value.
     """
 
     kind: str
@@ -55,9 +55,9 @@ class Verdict(Plain):
     gpu: str = ""
     """The device's model, ``A100-40GB``."""
     notes: tuple[str, ...] = ()
-    """Additions to the texts, e.g. where else a baseline is known."""
+    """Additions to the texts, for example environments with a baseline."""
     written: str = ""
-    """The limit in the test's words, ``300KB``; empty for a number of bytes."""
+    """The limit as the test writes it, ``300KB``; empty for a number of bytes."""
     cause: str = ""
     """The reason for the number, as a sentence; empty if unknown."""
 
@@ -68,7 +68,7 @@ class Verdict(Plain):
 
     @property
     def sizes(self) -> tuple[str, str]:
-        """The measured number and its reference, in digits that distinguish them."""
+        """The measured number and its reference, with enough digits to distinguish them."""
         actual, compared = format_apart(self.actual, self._compared or 0)
         if self.reference is None:
             compared = self.limit_in_words or compared
@@ -113,9 +113,9 @@ class Verdict(Plain):
         return explanation_lines(self.explanation, signed=signed, every=every, width=width)
 
     def remedy(self, update: str) -> list[str]:
-        """Return the line on how to make the measured number the baseline, if that helps.
+        """Return the line with the command that records the baseline, if that would help.
 
-        ``update`` is the command line that does it.
+        ``update`` is that command.
         """
         if self.kind != "baseline" or self.passed:
             return []
@@ -127,7 +127,7 @@ class Verdict(Plain):
 
     @property
     def did_not_run(self) -> bool:
-        """Whether it is of a phase that had to run and did not."""
+        """Whether it is on a required phase that did not run."""
         if self.kind == "prediction":
             return self.limit is None and self.reference is not None
         return not self.passed and self.limit is not None and self.actual <= self.limit
@@ -152,7 +152,7 @@ class Verdict(Plain):
             return f"phase {self.phase} did not run, so its {yardstick} was not checked"
         if self.reference is not None:
             return f"{self._measured()}, {self._against(self.reference)}"
-        # As it is written, or in the unit of the number beside it with its bytes.
+        # As the test writes it, or with the exact bytes.
         limit, nbytes = self.sizes[1], self.limit or 0
         if parse_size(limit.replace(",", "")) != nbytes:
             limit = exactly(limit, nbytes)
@@ -174,7 +174,7 @@ class Verdict(Plain):
         return f"{subject} {'reserved' if self.metric == 'peak_reserved' else 'peaked at'} {actual}"
 
     def _against(self, reference: int) -> str:
-        """Return the comparison with ``reference``, in per cent, too, where that is above zero."""
+        """Return the comparison with ``reference``, also in per cent if that is above zero."""
         change, tolerated = self.excess, f"tolerance {self.tolerance}"
         if not change:
             return f"equal to its {self._yardstick()} ({tolerated})"
@@ -191,7 +191,7 @@ class Verdict(Plain):
 class Improvement(Plain):
     """A number below its baseline by more than the tolerance; sizes in bytes.
 
-    Reported and never a failure; unrecorded, it would let the memory grow back unseen.
+    It is reported and no failure. If it is not recorded, memory can grow again unnoticed.
     """
 
     metric: str
@@ -213,7 +213,7 @@ class Improvement(Plain):
 
 
 def format_percent(change: int, reference: int) -> str:
-    """Return ``change`` in per cent of ``reference``, ``+33.0 %``; a tiny one never reads as none.
+    """Return ``change`` in per cent of ``reference``, ``+33.0 %``, or ``+<0.1 %`` for a tiny one.
 
     ``reference`` must be positive, both are bytes.
     """
@@ -230,25 +230,25 @@ def change_text(before: int, now: int) -> str:
 
 
 def update_command(nodeid: str, command: str = "pytest") -> str:
-    """Return the command line that records the present numbers of the test ``nodeid``."""
+    """Return the command line that records the numbers of the test ``nodeid``."""
     return f"{command} --gpumem-update-baselines {quoted_for_shell(nodeid)}"
 
 
 _RANKS = {"nothing_measured": 0, "ran_eagerly": 1, "baseline": 2, "prediction": 2, "leak": 2}
-"""Ranks of kinds of verdicts: those that invalidate the numbers come first, a plain limit last."""
+"""Ranks of kinds of verdicts: those that invalidate the numbers come first, a limit last."""
 _LIMIT, _MISSING = 3, 4
 
 
 @dataclass(frozen=True)
 class FailureStatement:
-    """A statement of a failure: its verdict, and those of phases that belong to it."""
+    """A verdict in a failure's text, with the verdicts of phases that are merged into it."""
 
     verdict: Verdict
     others: tuple[Verdict, ...] = ()
 
     @property
     def rank(self) -> tuple[int, int, bool]:
-        """The sort key: by kind of verdict, then by excess, the whole test's before a phase's."""
+        """The sort key: kind of verdict, then excess, then the whole test before a phase."""
         verdict = self.verdict
         rank = _RANKS.get(verdict.kind, _LIMIT)
         if verdict.kind == "baseline" and verdict.limit is None:
@@ -259,8 +259,8 @@ class FailureStatement:
 def failure_statements(broken: Iterable[Verdict]) -> list[FailureStatement]:
     """Return the statements of a failure, the representative one first.
 
-    Comparisons of one kind with stored or predicted numbers are one statement, the whole test's:
-    those of its phases only add their numbers.
+    Comparisons with a baseline, or with a prediction, are one statement: the whole test's verdict,
+    to which the verdicts of phases add their numbers.
     """
     kinds: dict[tuple[str, str], list[Verdict]] = {}
     single = []
@@ -274,7 +274,7 @@ def failure_statements(broken: Iterable[Verdict]) -> list[FailureStatement]:
         first = min(group, key=lambda one: (one.phase is not None, -abs(one.excess)))
         others = tuple(one for one in group if one is not first)
         statements.append(FailureStatement(first, others))
-    # Of equals a comparison is first: it explains the bytes.
+    # Of equal ranks a comparison comes first, because it explains the bytes.
     return sorted([*statements, *single], key=lambda statement: statement.rank)
 
 
@@ -288,9 +288,9 @@ def failure_text(
 ) -> str:
     """Return a test's failure text: its cause, each statement, then each remedy once.
 
-    ``update`` is the command line that records the test's numbers. The first statement has the
-    lines that explain it; those of the others are shown if ``every`` is set. ``every`` and
-    ``width`` are those of :func:`~pytest_gpumem.attribution.explanation.explanation_lines`.
+    ``update`` is the command line that records the test's numbers. Only the first statement has
+    explanation lines, unless ``every`` is set. ``every`` and ``width`` are arguments of
+    :func:`~pytest_gpumem.attribution.explanation.explanation_lines`, too.
     """
     verdicts = list(verdicts)
     lines = list(statement_lines(verdicts, every=every, width=width))
@@ -301,7 +301,7 @@ def failure_text(
 def statement_lines(
     broken: Sequence[Verdict], *, every: bool = False, width: int | None = None
 ) -> Iterator[str]:
-    """Yield the cause of a failure, then its statements, of which the first one is explained."""
+    """Yield the cause of a failure, then its statements; the first one has an explanation."""
     causes: set[str] = set()
     explained = False
     for statement in failure_statements(broken):

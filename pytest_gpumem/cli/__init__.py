@@ -26,16 +26,16 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "what grew, and why?": {
         "compare": "two reports or baselines folders",
-        "history": "peaks over reports or commits: steps, and what crept in",
+        "history": "peaks over reports or commits: steps, and slow growth",
         "bisect": "the commit that made a test grow",
         "report": "a JSON report as a page, a comment or a picture",
     },
     "what is stored, and what is there?": {
-        "baselines": "list, show, move or prune what is stored of tests",
+        "baselines": "list, show, move or prune the stored numbers of tests",
         "devices": "the models of GPU that need no GPU",
         "gpus": "the GPUs of this host: who holds what, and who waits",
         "env": "what numbers depend on here, to be pasted into a report of one",
-        "completion": "what lets a shell complete these commands by the tab key",
+        "completion": "a script by which a shell completes these commands",
     },
 }
 """The subcommands by purpose: each is the ``COMMAND`` of the module of its name."""
@@ -43,7 +43,7 @@ GROUPS: dict[str, dict[str, str]] = {
 COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in group.items()}
 
 INTERRUPTED = 130
-"""Exit code that shells expect of a program ended by Ctrl-C."""
+"""Exit code of a program that Ctrl-C has ended, as shells expect it."""
 
 MOST_REFUSED = 2000
 """The most characters of a sentence on stderr."""
@@ -51,7 +51,7 @@ MOST_REFUSED = 2000
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise an error for wrong arguments, without argparse's lines of usage."""
+        """Raise an error for wrong arguments, without argparse's usage text."""
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            # Letters that the terminal's encoding lacks are shown as escapes instead of failing.
+            # Characters that the terminal's encoding lacks are escaped instead of failing.
             stream.reconfigure(errors="backslashreplace")
     try:
         if "_ARGCOMPLETE" in os.environ:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments = parser_of([name] if name else []).parse_args(given)
             arguments.given = given
             code = _run(arguments)
-        finally:  # --help leaves by SystemExit, and a lost reader shows in a flush
+        finally:  # also for the SystemExit of --help: a closed pipe raises here, in a flush
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader has closed the pipe; Python would print another error at exit.
@@ -104,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
     """Return the parser of ``gpumem``; the subcommands ``names`` are imported for it.
 
-    Its help has every command under its question: one screen of 80 columns and 24 lines.
+    Its help lists all commands by purpose on a screen of 80 columns and 24 lines.
     """
-    lines = ["Memory that tests and training runs take of a GPU: measured or simulated.", ""]
+    lines = ["The GPU memory of tests and training runs, measured or simulated.", ""]
     for question, group in GROUPS.items():
         lines += [question, *(f"    {name:<12}{purpose}" for name, purpose in group.items())]
     lines += ["", "exit code: 0 fine, 1 a regression or what does not fit, 2 bad input"]
@@ -134,7 +134,7 @@ def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
 
 
 def _command_in(given: Sequence[str]) -> str | None:
-    """Return the subcommand that was named; raises ``ValueError`` where there is no such one."""
+    """Return the subcommand in the arguments; raises ``ValueError`` for an unknown one."""
     name = next((word for word in given if not word.startswith("-")), None)
     if name is None or name in COMMANDS:
         return name
@@ -144,7 +144,7 @@ def _command_in(given: Sequence[str]) -> str | None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run the command and print its answer; return the exit code."""
+    """Run the command and print its result; return the exit code."""
     command: Command = arguments.command
     if command.shows_state or command.prints_output:
         answer = command.run(arguments)
@@ -155,7 +155,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return answer
     if not arguments.json:
         for line in answer.lines:
-            print(printable(line.rstrip()))  # control characters in names are shown, not obeyed
+            print(printable(line.rstrip()))  # escapes control characters in names
     elif command.shows_state:
         print(*answer.texts(as_json=True))
     else:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def prune(arguments: argparse.Namespace) -> Answer:
-    """Remove them; raises ``ValueError`` where pytest cannot collect the project's tests."""
+    """Drop baselines without tests; raises ``ValueError`` if pytest cannot collect the tests."""
     import pytest
 
     folder: Path = arguments.baselines
@@ -67,7 +67,7 @@ def _drop(names: Iterable[str], entries: MutableMapping[str, BaselineEntry]) -> 
 
 
 class _Collector:
-    """A plugin that keeps the ids of all tests of a project, deselected ones included."""
+    """A plugin that records the ids of all tests of a project, including deselected ones."""
 
     def __init__(self) -> None:
         self.nodeids: list[str] = []
@@ -75,14 +75,14 @@ class _Collector:
         self.rootpath = Path()
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Keep the folder to which module paths are relative."""
+        """Record the folder to which module paths are relative."""
         self.rootpath = config.rootpath
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         self.nodeids.append(item.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep the modules that could not be collected."""
+        """Record the modules that could not be collected."""
         if report.failed:
             self.failed.append(report.nodeid)
 
@@ -114,8 +114,8 @@ def move(arguments: argparse.Namespace) -> Answer:
     if not moves:
         raise ValueError(f"{arguments.baselines} holds nothing of {shown}; check the name")
     for environment, names, entries in moves:
-        # The entries exist twice for a moment, so that none is lost if this process ends between
-        # the two.
+        # Write the new entries before removing the old ones, so that none is lost if this process
+        # is killed.
         store.edit(environment, new, methodcaller("update", entries))
         store.edit(environment, old, partial(_drop, names))
     moved = [
@@ -139,7 +139,7 @@ HEADER = ("environment", "module", "tests", "largest peak")
 
 
 def list_all(arguments: argparse.Namespace) -> Answer:
-    """Return each file: its environment, its module, and how much its tests take."""
+    """Return for each file its environment, its module, and the largest peak of its tests."""
     rows, data = [HEADER], []
     for module, content in read_folder(arguments.baselines):
         key = content.environment.key
@@ -189,8 +189,8 @@ def _entry(nodeid: str, environment: Environment, entry: BaselineEntry) -> Itera
 MOVE = 'gpumem baselines move "tests/test_a.py::test_old" "tests/test_b.py::test_new"'
 
 COMMAND = Commands(
-    description="Look at the stored baselines, let them follow a test that was renamed, and drop "
-    "those of tests that are gone. pytest --gpumem-update-baselines records them.",
+    description="Show the stored baselines, move those of renamed tests, and drop those of tests "
+    "that no longer exist. pytest --gpumem-update-baselines records them.",
     parts={
         "list": Command(
             purpose="each file of baselines, with its tests",
@@ -201,34 +201,34 @@ COMMAND = Commands(
             examples=("gpumem baselines list",),
         ),
         "show": Command(
-            purpose="what is stored of a test",
-            description="Show what is stored of a test, or of all tests of a module, in every "
+            purpose="the stored numbers of a test",
+            description="Show the baselines of a test, or of all tests of a module, in every "
             "environment: peak, phases, and the tensors at the peak.",
             run=show,
             arguments=(Argument("test TEST", "node id, or path of a test module"), FOLDER),
             examples=('gpumem baselines show "tests/test_model.py::test_step"',),
         ),
         "move": Command(
-            purpose="let what is stored follow a test that was moved or renamed",
-            description="Give what is stored of the test OLD to the test NEW, in every "
+            purpose="move the baselines of a test that was moved or renamed",
+            description="Move the baselines of the test OLD to the test NEW, in every "
             "environment. OLD and NEW are node ids, or both paths of test modules, relative to "
             "pytest's rootdir.",
             run=move,
             arguments=(
-                Argument("old OLD", "the test or module as it was called"),
-                Argument("new NEW", "as it is called now"),
+                Argument("old OLD", "the former name of the test or module"),
+                Argument("new NEW", "its current name"),
                 FOLDER,
             ),
             examples=(MOVE,),
         ),
         "prune": Command(
-            purpose="drop what is stored of tests that no longer exist",
-            description="Let pytest collect the project's tests, and drop the baselines, in "
-            "every environment, of modules and test functions that are gone. Of a function "
-            "that is there, no parameter is dropped, as another environment may have others: "
-            "pytest --gpumem-prune-baselines does that for the environment that it runs in.",
+            purpose="drop the baselines of tests that no longer exist",
+            description="Collect the project's tests by pytest, and drop the baselines, in every "
+            "environment, of modules and test functions that no longer exist. Parameters of an "
+            "existing function are not dropped, as another environment may have others: pytest "
+            "--gpumem-prune-baselines does that for the environment that it runs in.",
             run=prune,
-            arguments=(Argument("--dry-run", "say what would go; change nothing"), FOLDER),
+            arguments=(Argument("--dry-run", "list the baselines without dropping them"), FOLDER),
             examples=("gpumem baselines prune --dry-run",),
         ),
     },

@@ -38,18 +38,18 @@ Measure = Callable[[str], "Measurement"]
 
 @dataclass
 class Search:
-    """A binary search for the commit at which a peak reached its value at the last one."""
+    """A binary search for the commit that raised a peak to its value at the last commit."""
 
     commits: Sequence[str]
     """The good commit, and those that followed up to the bad one."""
     measure: Measure
     tolerance: Tolerance
     report: Callable[[str, str], object] = lambda commit, text: None
-    """Called with each commit that was tried, and its result."""
+    """Function called with each tried commit and its result."""
     found: dict[int, Measurement] = field(default_factory=dict)
     """Measurements by position."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Reasons by position why nothing was measured."""
+    """Reasons why nothing was measured, by position."""
 
     @property
     def runs(self) -> int:
@@ -57,11 +57,11 @@ class Search:
         return len(self.found) + len(self.failed)
 
     def first_bad(self) -> range:
-        """Return the positions of possible causes: one, or more where some cannot be measured.
+        """Return the positions of possible causes: one, or more if some cannot be measured.
 
-        Only position 0 means that the test did not grow. Of n commits, the good one counted, at
-        most log2(n) + 1 are measured unless some cannot be. Raises :class:`UnmeasuredError` where
-        the last one cannot be.
+        Only position 0 means that the test did not grow. Of n commits, including the good one, at
+        most log2(n) + 1 are measured, unless some cannot be. Raises :class:`UnmeasuredError` if the
+        last one cannot be measured.
         """
         low, high = 0, len(self.commits) - 1
         peak = self._peak(high)
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     """Search, and return the result; raises ``ValueError`` for bad input."""
     top = toplevel(Path.cwd())
     commits = commits_between(top, arguments.good, arguments.bad)
-    # One for the last commit, and a binary search among the others.
+    # One step for the last commit, and a binary search among the others.
     arguments.progress.expect(1 + (len(commits) - 1).bit_length())
     tolerance = parsed("--tolerance", parse_tolerance, arguments.tolerance)
     further = parsed("--pytest-args", shlex.split, arguments.pytest_args)
@@ -123,9 +123,9 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def commits_between(top: Path, good: str, bad: str) -> list[str]:
-    """Return the commits from ``good`` to ``bad``, along first parents, both included.
+    """Return the commits from ``good`` to ``bad``, both included, along first parents.
 
-    Raises ``ValueError`` with one sentence where they do not exist or ``bad`` does not follow.
+    Raises ``ValueError`` with one sentence if they do not exist or ``bad`` does not follow.
     """
     first, last = (
         git(top, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
@@ -159,7 +159,7 @@ def measured_at(
 ) -> Measurement:
     """Return the measurement of a test at ``commit``; raises :class:`UnmeasuredError`.
 
-    Commits are checked out in the work tree ``tree``; ``top`` is the user's, which is not changed.
+    It is checked out in the work tree ``tree``; ``top`` is the user's work tree, not changed.
     """
     git(tree, "checkout", "--quiet", "--force", "--detach", commit)
     git(tree, "clean", "--quiet", "-ffdx")
@@ -199,8 +199,7 @@ def measured_at(
 
 
 def _environment(top: Path, tree: Path) -> dict[str, str]:
-    """Return variables that make the work tree's code importable, not the user's, installed or
-    not."""
+    """Return variables by which the work tree's code is imported instead of the user's."""
     search = [str(tree), str(tree / "src")]
     for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         path = Path(entry).resolve()
@@ -208,7 +207,7 @@ def _environment(top: Path, tree: Path) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(search),
-        # Two commits of the same second and size would share compiled files.
+        # Files of two commits with the same second and size would share compiled code.
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 
@@ -233,7 +232,7 @@ def _lines(search: Search, causes: range, top: Path, good: str) -> Iterator[str]
 
 
 def _explanation(before: Measurement, now: Measurement) -> list[str]:
-    """Return the lines on differing bytes; none where either side recorded no lines."""
+    """Return the lines on differing bytes; empty if a side recorded no lines."""
     if not before.sites or not now.sites:
         return []
     changes = explain(map(Site.from_dict, now.sites), map(Site.from_dict, before.sites))
@@ -263,13 +262,11 @@ COMMAND = Command(
     "code 1 where one is found, 0 where the test did not grow. A merge counts as one commit.",
     run=run,
     arguments=(
-        Argument("test TEST", "node id, as pytest takes it"),
-        Argument("--good REV", "where it still took less", required=True),
+        Argument("test TEST", "node id, as for pytest"),
+        Argument("--good REV", "commit at which it used less", required=True),
         Argument("--bad REV", "default: HEAD", default="HEAD"),
-        Argument("--gpu MODEL", "what is simulated", default=DEFAULT_GPU),
-        Argument(
-            "--tolerance TOLERANCE", "by what peaks may differ and still be the same", default="0"
-        ),
+        Argument("--gpu MODEL", "the model to simulate", default=DEFAULT_GPU),
+        Argument("--tolerance TOLERANCE", "the largest difference of equal peaks", default="0"),
         Argument("--pytest-args ARGUMENTS", 'for pytest, like "-p no:randomly"', default=""),
     ),
     examples=('gpumem bisect "tests/test_model.py::test_step" --good v1.0',),

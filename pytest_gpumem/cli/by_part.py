@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 MOST_SOURCE, LEAST_SOURCE = 60, 20
 NUMBERS = 56
-"""Columns of the terminal that a line's numbers take, with the gaps."""
+"""The width of a line's numbers, with the gaps."""
 PROCESS = 20
-"""Columns of the bytes that the process holds, which a narrow terminal omits."""
+"""The width of the bytes that the process holds, which are left out in a narrow terminal."""
 
 
 def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
@@ -37,18 +37,18 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
     text: str = arguments.target
     target = _function(text, gpu, "lines are those of a function")
     followed = [
-        _plain(name, _function(name, gpu, "give a function", takes_arguments=True))
+        _undecorated(name, _function(name, gpu, "give a function", takes_arguments=True))
         for name in arguments.function
     ]
     if gpu == CUDA and not torch.cuda.is_available():
         raise TargetError("torch sees no CUDA device; name a model to be simulated")
     with refusing(text, SimulationError, ValueError):
-        found = lines_of(target, [_plain(text, target), *followed], gpu)
+        found = lines_of(target, [_undecorated(text, target), *followed], gpu)
     return Answer(_line_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
 
 
 def _function(text: str, gpu: str, wrong: str, *, takes_arguments: bool = False) -> Function:
-    """Return the function ``text``; ``wrong`` is the sentence where it names a test."""
+    """Return the function ``text``; ``wrong`` is the error if it names a test."""
     from pytest_gpumem.simulating import simulate
 
     with nullcontext() if gpu == CUDA else simulate(gpu):  # the module's import finds a GPU
@@ -58,8 +58,8 @@ def _function(text: str, gpu: str, wrong: str, *, takes_arguments: bool = False)
     return target
 
 
-def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function below decorators; only one written in Python has lines."""
+def _undecorated(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the undecorated function, which must be written in Python to have lines."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     if not hasattr(function, "__code__"):
@@ -115,7 +115,7 @@ HEADER = (
 _GROUPS = ("", "", "", "", "", "", "", "", "", "", "training", "", "inference")
 """Headings above the columns in a terminal."""
 _GIVEN_UP = (1, 7, 8, 2, 5, 11, 12)
-"""Columns that a narrow terminal omits: kind, bytes moved, input, operations, inference."""
+"""Columns to leave out in a narrow terminal: kind, bytes moved, input, operations, inference."""
 _TEXTS = 4
 """Number of text columns; the others are numbers."""
 
@@ -227,7 +227,7 @@ LAYER_ARGUMENTS = (
     Argument("--depth N", "modules within modules to show (default: all)", type=int),
     Argument(
         "--input SHAPE[:DTYPE]...",
-        "shape of an input, like 1x3x224x224 or 8x256:int64, where TARGET returns a model alone; "
+        "shape of an input, like 1x3x224x224 or 8x256:int64, if TARGET returns only a model; "
         "once for each input (default: of float32)",
         type=_input,
     ),

@@ -23,8 +23,8 @@ class Argument:
     """An argument: the parameters of :meth:`argparse.ArgumentParser.add_argument`.
 
     It is ``written`` as in a line of usage: ``-o --output FILE``, ``--test PART...`` for an option
-    that may be repeated, ``--all`` for a flag, or a positional one's attribute with what stands for
-    it there, ``tests TEST``. A single ``%`` of ``help`` is literal.
+    that may be repeated, ``--all`` for a flag, or ``tests TEST``, the attribute and the placeholder
+    of a positional argument. A single ``%`` of ``help`` is literal.
     """
 
     def __init__(self, written: str, help: str, **options: Any) -> None:
@@ -41,11 +41,11 @@ class Argument:
 
 
 LONGEST = 10_000_000
-"""A time that no timer refuses, in any unit."""
+"""The largest time, in any unit, that timers accept."""
 
 
 def above_zero(unit: str) -> Callable[[str], float]:
-    """Return the type of an argument that is a number of ``unit``."""
+    """Return the argparse type of a positive number of ``unit``."""
 
     def parse(text: str) -> float:
         try:
@@ -62,7 +62,7 @@ def above_zero(unit: str) -> Callable[[str], float]:
 
 
 def parsed(option: str, parse: Callable[[str], T], text: str) -> T:
-    """Return the value of ``option``; a ``ValueError`` of ``parse`` gets its name."""
+    """Return the value of ``option``; a ``ValueError`` of ``parse`` is raised with its name."""
     try:
         return parse(text)
     except ValueError as error:
@@ -72,9 +72,9 @@ def parsed(option: str, parse: Callable[[str], T], text: str) -> T:
 def refuse_others(
     arguments: argparse.Namespace, chosen: str, groups: Mapping[str, Sequence[Argument]]
 ) -> None:
-    """Raise ``ValueError`` where an option was given that only another choice takes.
+    """Raise ``ValueError`` for a given option that only another choice than ``chosen`` accepts.
 
-    ``groups`` are the arguments of each choice, by how the choice is written.
+    ``groups`` are the arguments of each choice, by the choice as it is written.
     """
     own = [one.names for one in groups.get(chosen, ())]
     for choice, others in groups.items():
@@ -94,22 +94,22 @@ class Answer:
     data: Callable[[], Any]
     """Function that returns the data for ``--json``: builtin types, sizes in bytes."""
     failed: bool = False
-    """Whether the exit code is 1: for a regression, or what does not fit."""
+    """Whether the exit code is 1: a regression, or something that does not fit."""
 
     def texts(self, *, as_json: bool) -> list[str]:
-        """Return the lines to print, JSON as a single one: for repeated output."""
+        """Return the lines to print, JSON as a single line for repeated output."""
         return [json.dumps(self.data())] if as_json else list(self.lines)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand; its name and its line of help are in the table."""
+    """A subcommand; its name and its line of help are in :data:`pytest_gpumem.cli.COMMANDS`."""
 
     description: str
     run: Callable[[argparse.Namespace], Answer | int]
-    """Function that runs it; raises ``ValueError`` with a sentence for bad input. It returns a mere
-    exit code if it has printed everything itself, by ``arguments.json``. It reports its progress to
-    ``arguments.progress``."""
+    """Function that runs it; raises ``ValueError`` with a sentence for bad input. If it prints its
+    output itself, according to ``arguments.json``, it returns an exit code. It reports its progress
+    to ``arguments.progress``."""
     arguments: Sequence[Argument] = ()
     groups: Mapping[str, Sequence[Argument]] = field(default_factory=dict)
     """Further arguments, by the heading under which the help lists them."""
@@ -118,12 +118,12 @@ class Command:
     json: str = "print everything as JSON, sizes in bytes"
     """Help of ``--json``, which every subcommand has."""
     shows_state: bool = False
-    """Whether it shows the present state: it takes no time, or as long as it is watched."""
+    """Whether it shows the current state, once or repeatedly, and needs no progress bar."""
 
     purpose: str = ""
-    """Line of help, for a part of another command."""
+    """Line of help of a subcommand of another command."""
     prints_output: bool = False
-    """Whether the code it runs writes to the terminal: then there is no progress bar."""
+    """Whether it runs code that writes to the terminal, so that there is no progress bar."""
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
         """Set ``parser`` up for this command, named ``name``."""
@@ -140,7 +140,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Commands:
-    """A subcommand with subcommands of its own, by name."""
+    """A subcommand with further subcommands, by name."""
 
     description: str
     parts: Mapping[str, Command]
@@ -164,7 +164,7 @@ def _describe(parser: argparse.ArgumentParser, command: Command | Commands) -> N
 
 
 class ExamplesBelow(argparse.HelpFormatter):
-    """A formatter of help: wraps paragraphs; text in lines is kept."""
+    """A formatter of help that wraps paragraphs but keeps lines of several-line texts."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:
@@ -174,11 +174,11 @@ class ExamplesBelow(argparse.HelpFormatter):
 
 GAP = "  "
 UNLIMITED = 1 << 20
-"""Columns of a file or a pipe."""
+"""The width of output to a file or a pipe."""
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal; output to a file is never cut."""
+    """Return the width of the terminal; for a file it is so large that nothing is cut."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
 
 
@@ -191,7 +191,7 @@ def table(
 ) -> Iterator[str]:
     """Yield ``rows`` in columns, those in ``left`` aligned to the left.
 
-    In a terminal too narrow, the columns ``given_up`` are left out, first to last, as needed.
+    In a narrow terminal as many of the columns ``given_up`` as necessary are left out, in order.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -24,7 +24,7 @@ COLUMNS = ("test", "phase", "A", "B", "difference", "%", "status")
 FORM = "JSON report, or baselines folder (of all environments or of one)"
 
 MOST_EXPLAINED = 3
-"""Tests whose source lines are listed; ``--json`` has those of all."""
+"""The most tests whose source lines are listed; ``--json`` has those of all."""
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def as_dict(a: Side, b: Side, tests: Sequence[Compared]) -> dict[str, Any]:
-    """Return everything as builtin types; sizes in bytes, an empty phase is the whole test."""
+    """Return the JSON form as builtin types, in bytes; an empty phase is the whole test."""
     return {
         "a": {"path": str(a.path), "environments": sorted(a.tests)},
         "b": {"path": str(b.path), "environments": sorted(b.tests)},
@@ -98,7 +98,7 @@ def _pairs(a: Side, b: Side, across: bool) -> list[tuple[str, str]]:
     """Return the environments to compare, as keys of ``a`` and of ``b``."""
     pairs = [(key, key) for key in sorted(a.tests.keys() & b.tests.keys())]
     if across:
-        # Environments that differ in the kind of device alone: dry, simulated or measured.
+        # Environments that differ only in the kind of device: dry, simulated or measured.
         others = {key.partition("-")[2]: key for key in _only(b, a)}
         models = ((key, key.partition("-")[2]) for key in _only(a, b))
         pairs += [(key, others[model]) for key, model in models if model in others]
@@ -173,13 +173,13 @@ def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:
 
 
 def _only_status(test: Compared) -> str:
-    """Return ``new`` or ``gone`` where only one side has the test, else an empty text."""
+    """Return ``new`` or ``gone`` if only one side has the test, else an empty text."""
     statuses = {row.status for row in test.rows}
     return statuses.pop() if len(statuses) == 1 and statuses <= {"new", "gone"} else ""
 
 
 def _order(test: Compared) -> tuple[bool, int, str]:
-    """Return the sort key: the largest regression first, the largest improvement after them."""
+    """Return the sort key: the largest regression first, then the largest improvement."""
     changes = [row.change or 0 for row in test.rows]
     regressed = any(row.status == "regression" for row in test.rows)
     largest = max(changes, key=abs, default=0)

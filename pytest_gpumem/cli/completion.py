@@ -24,10 +24,10 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 COMMAND = Command(
-    description="Print a script for a shell, which then completes subcommands, options, models of "
-    "GPUs and files of gpumem by the tab key.",
+    description="Print a script by which a shell completes subcommands, options, GPU models and "
+    "files of gpumem.",
     run=run,
-    arguments=(Argument("shell", "the shell that is to complete", choices=SHELLS),),
+    arguments=(Argument("shell", "the shell that runs the script", choices=SHELLS),),
     examples=(
         'eval "$(gpumem completion bash)"            in ~/.bashrc, and for zsh in ~/.zshrc',
         "gpumem completion fish | source             in ~/.config/fish/config.fish",

@@ -13,13 +13,13 @@ from pytest_gpumem.cli.command import Answer, Command, table
 from pytest_gpumem.report.header import installed_release
 
 PACKAGES = ("pytest-gpumem", "pytest", "torch", "nvidia-ml-py", "triton", "transformers")
-"""Packages whose release may change a number, or how it is read."""
+"""Packages whose release may change a number or its reading."""
 VARIABLES = (
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLAS_WORKSPACE_CACHE"),
     *("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING"),
 )
-"""Variables that torch and NVIDIA's libraries read, and that change what is allocated."""
+"""Variables that torch and NVIDIA's libraries read, and that change allocations."""
 NOT_INSTALLED = "not installed"
 
 
@@ -44,7 +44,7 @@ def found() -> dict[str, Any]:
 
 
 def _devices() -> tuple[list[dict[str, Any]], str | None, dict[str, Any]]:
-    """Return the devices that torch shows, why there are none, and the libraries it comes with."""
+    """Return torch's devices, the reason if there are none, and the releases of its libraries."""
     libraries: dict[str, Any] = {"cuda": None, "cudnn": None}
     try:
         import torch

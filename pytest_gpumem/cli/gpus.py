@@ -1,4 +1,4 @@
-"""``gpumem gpus``: the GPUs of this host, the holders of their memory, and waiting tests."""
+"""``gpumem gpus``: the GPUs of this host, the processes that use them, and waiting tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     """Show the GPUs once, or repeatedly and with the tests that pytest runs."""
     if arguments.watch is None:
         if arguments.once:
-            raise ValueError("--once goes with --watch; without it there is one look already")
+            raise ValueError("--once goes with --watch; without --watch, the GPUs are read once")
         return look()
     from pytest_gpumem.sharing.database import default_folder
     from pytest_gpumem.sharing.watched import watching
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
 
 
 def look(folder: Path | None = None) -> Answer:
-    """Return the present state of the GPUs, and of the runs that use ``folder``."""
+    """Return the current state of the GPUs, and of the runs that use ``folder``."""
     devices, trouble = found_devices()
     data: dict[str, Any] = {"devices": devices, "nvml": trouble}
     width = terminal_width()
@@ -89,8 +89,8 @@ _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 def frame(lines: Sequence[str], columns: int, rows: int) -> str:
     """Return the text that paints ``lines`` over a terminal of that size.
 
-    Nothing is cleared before it is written again, so nothing flickers; what does not fit is left
-    out, and the last row reports that.
+    Lines are overwritten without clearing them first, so that nothing flickers. Lines that do not
+    fit are left out, and the last row gives their number.
     """
     shown = [shorten(line, columns) for line in lines]
     if len(shown) > rows:
@@ -102,7 +102,7 @@ def frame(lines: Sequence[str], columns: int, rows: int) -> str:
 def watch(lines: Callable[[], Sequence[str]], seconds: float) -> None:
     """Show ``lines`` again every ``seconds`` until Ctrl-C, and restore the terminal.
 
-    A file or a pipe gets them one time after the other.
+    To a file or a pipe they are written again and again.
     """
     out = sys.stdout
     with suppress(KeyboardInterrupt):
@@ -123,15 +123,15 @@ def watch(lines: Callable[[], Sequence[str]], seconds: float) -> None:
 
 
 BAR = 20
-"""Columns of the picture of a device's memory."""
+"""Width of the bar of a device's memory."""
 COLUMNS, LEFT = 7, (0, 2, 3, 6)
-"""Number of columns of the table of holders, and those that are aligned to the left."""
+"""Number of columns of the table of processes, and the columns that are aligned to the left."""
 UNNOTICED = 64 * 2**20
-"""Bytes that a driver may hold of an unused device."""
+"""The most bytes that a driver uses on an unused device."""
 
 
 def found_devices() -> tuple[list[dict[str, Any]], str | None]:
-    """Return every device as builtin types, and why NVML shows none, if it does not."""
+    """Return all devices as builtin types, and the reason if NVML shows none."""
     from pytest_gpumem.sharing.database import default_folder
     from pytest_gpumem.sharing.devices import simulated_devices
     from pytest_gpumem.sharing.ledger import FILE_NAME, Ledger
@@ -182,7 +182,7 @@ def _memory(device: Mapping[str, Any]) -> str:
 
 
 def _rows(device: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each holder: action, bytes, process, worker, seconds, load, test or name."""
+    """Yield a row for each process: action, bytes, PID, worker, seconds, load, test or name."""
     percent = {
         one["pid"]: "" if one["gpu_percent"] is None else f"{one['gpu_percent']} %"
         for one in device["processes"]
@@ -269,7 +269,7 @@ def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
             ]
         found = state.devices[name]
         busy = {test.owner for test in state.running if name in test.needs}
-        # Those that hold memory of it and run no test on it.
+        # Workers that hold memory of it and run no test on it.
         device["workers"] = [
             {"pid": pids[worker], "context": context, "fixtures": found.fixtures[worker]}
             for worker, context in found.contexts.items()
@@ -278,22 +278,22 @@ def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
 
 
 COMMAND = Command(
-    description="Show each GPU of this host, how it is divided, how busy it is, what processes "
-    "hold of it, the tests that share it under --gpumem-share and those that wait; with --watch "
-    "also, for each running pytest, the test that it runs and what the last one took. A run is "
-    "seen from the first test that begins after this.",
+    description="Show each GPU of this host, its partition and load, the memory that processes "
+    "hold, the tests that share it under --gpumem-share and those that wait; with --watch also "
+    "the current test of each running pytest, and the peak of its last one. A run is shown from "
+    "the first test that begins after this command.",
     run=run,
     arguments=(
         Argument(
             "--watch SECONDS",
-            "again and again until Ctrl-C, every second if no other time is given",
+            "repeat until Ctrl-C, by default every second",
             nargs="?",
             type=above_zero("seconds"),
             const=1.0,
         ),
-        Argument("--once", "with --watch: look once, after that time, and end"),
+        Argument("--once", "with --watch: show the state once, after that time, and end"),
     ),
     shows_state=True,
-    json="as JSON, a line for each look; sizes in bytes",
+    json="as JSON, a line for each reading; sizes in bytes",
     examples=("gpumem gpus --watch",),
 )

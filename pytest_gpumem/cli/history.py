@@ -124,9 +124,9 @@ PAST_IN_GIT = (
 """The arguments of every command that reads stored baselines of commits."""
 
 COMMAND = Command(
-    description="Show each test's peaks as a trend, the steps in it with the commit that "
-    "brought each, and what crept in by steps too small to fail a test. Exit code 1 where that "
-    "is more than --max-creep.",
+    description="Show each test's peaks as a trend, its steps with the commit of each, and "
+    "the growth by steps too small to fail a test. Exit code 1 where that growth is more than "
+    "--max-creep.",
     run=run,
     arguments=(
         Argument(
@@ -138,12 +138,12 @@ COMMAND = Command(
         *PAST_IN_GIT,
         Argument(
             "--max-creep TOLERANCE",
-            f"what small steps may come to (default: {MOST_CREEP})",
+            f"how much small steps may add up to (default: {MOST_CREEP})",
             default=MOST_CREEP,
         ),
         Argument(
             "--tolerance TOLERANCE",
-            f"up to what a change is a small step (default: {SMALL}, or the test's own "
+            f"the largest change that is a small step (default: {SMALL}, or the test's own "
             "tolerance where that is more)",
         ),
         Argument("--all", "list tests that never changed, too"),

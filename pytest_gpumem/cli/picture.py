@@ -29,7 +29,7 @@ Measured = tuple["TestRecord", "Measurement"]
 """A test and its measurement."""
 
 MOST_BARS = 30
-"""Tests of one picture, those with the highest peaks."""
+"""The most tests of one picture, those with the highest peaks."""
 
 MOST_LETTERS = 60
 """The most characters of a test's name beside its bar."""
@@ -39,7 +39,7 @@ COLOURS = dict(zip(CATEGORIES, _PALETTE, strict=True))
 """Colours of categories, as in the HTML report."""
 
 HISTORY = "history"
-"""The kind of picture that is not of one report."""
+"""The kind of picture that shows several reports."""
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -84,7 +84,7 @@ def draw(arguments: argparse.Namespace, form: str) -> Answer:
 def drawn_to(output: Path, draw: Callable[[Figure], None]) -> None:
     """Write the figure that ``draw`` draws to ``output``.
 
-    Raises ``ValueError`` where it cannot, or matplotlib is not installed.
+    Raises ``ValueError`` if it cannot be written, or matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -94,7 +94,7 @@ def drawn_to(output: Path, draw: Callable[[Figure], None]) -> None:
             "pictures are drawn by matplotlib, which is not installed: "
             "pip install 'pytest-gpumem[plot]'"
         ) from error
-    # Names of tests are not mathtext, even with dollars in them.
+    # Dollar signs in names of tests must not start mathtext.
     with matplotlib.rc_context({"text.parse_math": False, "font.size": 9}):
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         draw(figure)
@@ -194,7 +194,7 @@ def _bars(axes: Axes, rows: Sequence[tuple[str, Mapping[str, int], int]]) -> Non
 
 
 def _in_bytes(axis: Axis, highest: int) -> None:
-    """Put the ticks of ``axis`` at round sizes: multiples of a power of two, about four."""
+    """Put about four ticks on ``axis``, at multiples of a power of two."""
     step = 1 << max(highest // 5, 1).bit_length()
     axis.set_ticks(range(0, highest + step, step))
     axis.set_major_formatter(lambda size, _: format_size(round(size)))
@@ -217,24 +217,24 @@ def _gpus(records: Sequence[Measured]) -> str:
 
 
 MOST_PANELS = 8
-"""Tests of one picture, those whose peaks changed most."""
+"""The most tests of one picture, those whose peaks changed most."""
 MOST_TICKS = 10
-"""Commits or reports that are named below the last panel."""
+"""The most commits or reports that are named below the last panel."""
 MOST_TITLE, MOST_LABEL = 58, 16
 """The most characters of a panel's title, and of a commit's or report's name."""
 
 LINE, UP, DOWN, DOT = "#5b9bd5", "#c8402f", "#3f8f4f", "#e3a02f"
 WORDS = 0.26
-"""Part of a panel's width that the words beside a step take."""
+"""The width of the text beside a step, as a part of the panel's width."""
 LINE_OF_WORDS = 0.3
-"""Part of the range of its peaks that a line of words takes."""
+"""The height of a line of text, as a part of the range of peaks."""
 
 
 def _history(figure: Figure, past: Past, trends: Sequence[Trend]) -> None:
     """Draw ``trends``, at least one, over the moments of ``past``.
 
-    A step, a change by more than :data:`SMALL`, has a triangle, the largest also its size and its
-    commit or report; growth within that has a dot.
+    A triangle marks a step, a change by more than :data:`SMALL`; the largest steps also have their
+    size and commit or report. A dot marks smaller growth.
     """
     from matplotlib.lines import Line2D
 
@@ -294,7 +294,7 @@ def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
             fontsize=8,
             color=UP if step.bytes > 0 else DOWN,
         )
-    # The lowest and the highest peak, in digits that distinguish them.
+    # The lowest and the highest peak, with enough digits to distinguish them.
     apart = ([low, high], format_apart(low, high)) if low < high else ([low], [format_size(low)])
     axes.set_yticks(*apart)
     axes.spines[["top", "right"]].set_visible(False)
@@ -309,7 +309,7 @@ def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
 def _annotated(
     steps: Sequence[Step], where: dict[int, int], last: int, span: int
 ) -> Iterator[tuple[Step, int]]:
-    """Yield the largest steps whose words have room beside each other, and their places."""
+    """Yield the largest steps whose texts do not overlap, and the positions of the texts."""
     taken: list[tuple[float, float, int]] = []
     for step in sorted(steps, key=lambda step: -abs(step.bytes)):
         at, peak = where[id(step.point)], step.point.peak

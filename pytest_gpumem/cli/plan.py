@@ -108,7 +108,7 @@ def as_dict(plan: Plan, sources: Sequence[str]) -> dict[str, Any]:
 
 
 def _headline(plan: Plan) -> str:
-    """Return the sentence of all: ``97 of your 100 tests fit a T4, 99 an L4, all an H100``."""
+    """Return the first sentence: ``97 of your 100 tests fit a T4, 99 an L4, all an H100``."""
     total = len(plan.tests)
     first, *others = ((plan.fitting(runner), _a(runner.name)) for runner in plan.runners)
     counts = [f"{'all' if count == total else count} {name}" for count, name in others]
@@ -158,14 +158,14 @@ def _jobs_on(plan: Plan, runner: Rental) -> list[Job]:
 
 
 def _a(name: str) -> str:
-    """Return ``name`` with its article, as it is spoken letter by letter."""
+    """Return ``name`` with the article for its spoken first letter."""
     return f"{'an' if name[0] in 'AEFHILMNORSX' else 'a'} {name}"
 
 
 COMMAND = Command(
-    description="Say which tests fit which GPU, and place each on the cheapest that it fits. "
+    description="Show which tests fit which GPU, and assign each to the cheapest that it fits. "
     "No GPU is needed. Exit code 1 where a test fits none of the runners, or takes longer than "
-    "there is time.",
+    "--minutes.",
     run=run,
     arguments=(
         Argument(
@@ -176,11 +176,11 @@ COMMAND = Command(
         ),
         Argument(
             "--runner MODEL:PRICE...",
-            "a GPU to be had and the price of an hour, like T4:0.35; give one for each kind",
+            "an available GPU and its price per hour, like T4:0.35; one option for each kind",
             required=True,
         ),
         DEVICE,
-        Argument("--minutes N", "in which every machine is to be done", type=above_zero("minutes")),
+        Argument("--minutes N", "time limit of every machine", type=above_zero("minutes")),
         Argument(
             "--startup N",
             "minutes that each machine takes before its first test (default: 0)",
@@ -189,7 +189,7 @@ COMMAND = Command(
         ),
         Argument(
             "--durations FILE",
-            "what tests take: a JSON report, an earlier plan or a file of pytest-split "
+            "durations of tests: a JSON report, an earlier plan or a file of pytest-split "
             "(default: the reports themselves, else pytest's cache)",
             type=Path,
         ),

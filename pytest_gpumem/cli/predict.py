@@ -1,4 +1,4 @@
-"""``gpumem predict TARGET``: its need, and whether it fits; also compiled, by line and by layer."""
+"""``gpumem predict TARGET``: its memory, and whether it fits; also compiled, by line, by layer."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) 
 
 
 def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> Answer:
-    """Run the function on this process's CUDA device, or in processes with a dry one each."""
+    """Run the function on this process's CUDA device, or in processes with a dry device each."""
     if arguments.ranks or arguments.compile:
         raise ValueError(
             f"--{'ranks' if arguments.ranks else 'compile'} runs code on simulated GPUs: leave "
@@ -153,7 +153,7 @@ def _measured_here(text: str) -> Prediction:
 def _simulated(
     arguments: argparse.Namespace, gpus: Sequence[str], mode: Mode | None = None
 ) -> list[Prediction]:
-    """Return the need of the target on each of ``gpus``, of the worst of each number of ranks."""
+    """Return the target's memory on each of ``gpus``, for each number of ranks the worst rank's."""
     from pytest_gpumem.prediction.function import predict
     from pytest_gpumem.prediction.process import AS_IT_IS, predict_test
     from pytest_gpumem.simulating import simulate
@@ -205,7 +205,7 @@ def _row(prediction: Prediction, added: Sequence[str], phases: Sequence[str]) ->
     known = prediction.phases
     left = format_size(abs(prediction.left))
     if prediction.fits:
-        # Cached memory that is released during the run can make more fit than is reserved in all.
+        # The peak of reserved bytes may exceed the device if cached memory is released meanwhile.
         fits = f"yes, {left} left" if prediction.left >= 0 else "yes, after releasing its cache"
     else:
         fits = f"no, {left} missing" if prediction.left < 0 else "no, it is too fragmented"
@@ -221,7 +221,7 @@ def _row(prediction: Prediction, added: Sequence[str], phases: Sequence[str]) ->
 
 
 def _beside_lines(target: str, pairs: Pairs, by_itself: bool, width: int) -> Iterator[str]:
-    """Yield the lines of output; of several GPUs, source lines are those of the first."""
+    """Yield the lines of output; source lines are those on the first GPU."""
     yield _heading(target)
     yield from wrap(BY_ITSELF if by_itself else MODULES, width)
     yield ""
@@ -246,7 +246,7 @@ def _beside_lines(target: str, pairs: Pairs, by_itself: bool, width: int) -> Ite
 
 
 def _beside_dict(pairs: Pairs, by_itself: bool) -> dict[str, Any]:
-    """Return everything as builtin types, sizes in bytes; changes are negative where it saves."""
+    """Return the JSON form as builtin types, in bytes; a negative change is a saving."""
     return {
         "compiled": "target" if by_itself else "modules",
         "gpus": [one.to_dict() for pair in pairs for one in pair],
@@ -271,7 +271,7 @@ def _beside_dict(pairs: Pairs, by_itself: bool) -> dict[str, Any]:
 
 
 def _line_changes(eager: Prediction, compiled: Prediction, phase: str) -> list[dict[str, Any]]:
-    """Return the changes by compiling at the peak of a phase, or of all; the largest first."""
+    """Return the changes by compiling at the peak of a phase, or of the run; the largest first."""
     sites = (map(Site.from_dict, one.sites.get(phase, ())) for one in (compiled, eager))
     return [change.to_dict() for change in explain(*sites, compiled=True)]
 
@@ -288,7 +288,7 @@ def _change(eager: int | None, compiled: int | None) -> str:
 def _by_line(
     eager: Prediction, compiled: Prediction, phases: Sequence[str], width: int
 ) -> Iterator[str]:
-    """Yield which lines hold more or less, at each peak that differs."""
+    """Yield the changes by line, for each peak that differs."""
     peaks = [{**one.phases, "": one.peak_allocated} for one in (eager, compiled)]
     differing = [name for name in (*phases, "") if peaks[0].get(name) != peaks[1].get(name)]
     for phase in differing:
@@ -302,7 +302,7 @@ def _by_line(
 
 
 def _notes_of_both(pairs: Pairs) -> Iterator[str]:
-    """Yield the notes; one on only one of the two names it."""
+    """Yield the notes; a note on only one of the two runs names the run."""
     eager, compiled = (
         list(dict.fromkeys(note for pair in pairs for note in pair[side].notes)) for side in (0, 1)
     )

@@ -1,4 +1,4 @@
-"""``gpumem replay SNAPSHOT``: a recorded memory snapshot, replayed; or with other settings."""
+"""``gpumem replay SNAPSHOT``: the replay of a memory snapshot, also with other settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     elsewhere = parsed("--used-elsewhere", parse_size, arguments.used_elsewhere)
     if elsewhere and arguments.gpu is None:
-        raise ValueError("--used-elsewhere says what a GPU has less; give its model with --gpu")
+        raise ValueError("--used-elsewhere reduces the memory of a GPU; give its model with --gpu")
     page: Path | None = arguments.html
     if page is not None and page.resolve() == arguments.snapshot.resolve():
         raise ValueError(f"the page would replace the snapshot {page}; name another")
@@ -146,7 +146,7 @@ _ROWS: dict[str, Callable[[Usage], int | str]] = {
     "segments": lambda usage: f"{usage.segments:,}",
     "out of memory": lambda usage: "yes" if usage.out_of_memory else "no",
 }
-"""The rows of the table, each with its bytes or its text."""
+"""The rows of the table: functions that return bytes or a text."""
 
 
 def _cell(value: int | str) -> str:
@@ -201,9 +201,9 @@ def _release(text: str | None) -> tuple[int, int] | None:
 
 COMMAND = Command(
     description="Run the allocations and frees of a recorded torch memory snapshot through the "
-    "simulated caching allocator, and compare every address. With --alloc-conf or --gpu, say "
-    "what would have been instead. Exit code 1 where the replay differs from the recording, or "
-    "where what was asked for runs out of memory; 2 where the snapshot cannot be replayed.",
+    "simulated caching allocator, and compare every address. With --alloc-conf or --gpu, show "
+    "the memory under other settings or on another GPU. Exit code 1 where the replay differs from "
+    "the recording, or runs out of memory there; 2 where the snapshot cannot be replayed.",
     run=run,
     arguments=(
         Argument("snapshot SNAPSHOT", "what torch.cuda.memory._dump_snapshot() wrote", type=Path),

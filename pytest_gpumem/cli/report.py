@@ -68,12 +68,12 @@ HTML = (
     ),
 )
 MARKDOWN = (
-    Argument("--against BASE", "JSON report of what it is changed from", type=Path),
-    Argument("--base-name NAME", "what to call BASE, like main", default=""),
-    Argument("--name NAME", "of the job: tells the comments of several jobs apart", default=""),
+    Argument("--against BASE", "JSON report to compare with, as of the main branch", type=Path),
+    Argument("--base-name NAME", "the name of BASE in the text, like main", default=""),
+    Argument("--name NAME", "of the job: distinguishes comments of several jobs", default=""),
     Argument(
         "--command COMMAND",
-        "how pytest is started, for the commands that are suggested (default: pytest)",
+        "how pytest is started, for the suggested commands (default: pytest)",
         dest="pytest",
         default="pytest",
     ),
@@ -91,7 +91,7 @@ _GROUPS = {
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Write the report in the form chosen by name or by the suffix of the output, else a page.
+    """Write the report in the form given by ``--to`` or by the suffix of the output, else a page.
 
     Raises ``ValueError`` for bad input.
     """
@@ -112,9 +112,9 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 COMMAND = Command(
-    description="Turn what --gpumem-report json:PATH wrote into the page that html:PATH writes, "
-    "one file that asks the network for nothing; into Markdown for a pull request: what failed, "
-    "what grew, by which line, and what accepts it; or into a picture, which needs matplotlib "
+    description="Turn a report of --gpumem-report json:PATH into the page that html:PATH writes, "
+    "one file without network requests; into Markdown for a pull request: failures, growth by "
+    "line, and the command that accepts it; or into a picture, which needs matplotlib "
     "(pip install 'pytest-gpumem[plot]').",
     run=run,
     arguments=(
@@ -127,7 +127,7 @@ COMMAND = Command(
         ),
         Argument(
             f"--to {'|'.join(FORMS)}",
-            "what to write (default: what the suffix of --output says, else html)",
+            "the form to write (default: by the suffix of --output, else html)",
             choices=FORMS,
         ),
         Argument(

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
         for gpu in device.models(arguments.gpu, [otherwise])
     ]
     script.check()
-    if find_spec("torch") is None:  # reported before another process is started in vain
+    if find_spec("torch") is None:  # else a process would start only to report that
         raise ModuleNotFoundError("torch is not installed", name="torch")
     limits = {"steps": arguments.steps, "seconds": arguments.seconds}
     results: list[ScriptResult] = []
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
         if result.ending in (endings.RAISED, endings.EXITED):
             return _failed(script, result)
         results.append(result)
-    # A test that keeps the number; none where no number is the script's alone.
+    # A test that limits the peak, if the numbers are those of the whole script.
     whole = (endings.STOPPED, endings.ENDED)
     first = next((one for one in results if one.fits and one.ending in whole), None)
     test = None
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
 
 
 def _failed(script: Script, result: ScriptResult) -> int:
-    """Report how the script failed, below its own output; return the exit code."""
+    """Report how the script failed, after its own output; return the exit code."""
     ended = f"ended with exit code {result.sentence}"
     how = ended if result.ending == endings.EXITED else f"raised {result.sentence}"
     cause = "; it had read a value that is not computed" if result.used_placeholder else ""
@@ -98,7 +98,7 @@ def _to_dict(result: ScriptResult) -> dict[str, Any]:
 def lines(
     script: Script, results: Sequence[ScriptResult], test: str | None, width: int
 ) -> Iterator[str]:
-    """Yield the lines of output: phases and holders on the first GPU, then what fits which."""
+    """Yield the lines of output: phases and holders on the first GPU, then which GPUs fit."""
     first = results[0]
     measured = first.measurements[0]
     kind = "a simulated" if measured.simulated else "a dry" if measured.dry else "the"
@@ -140,7 +140,7 @@ def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
     for name, phase in measured.phases.items():
         if (number := iteration_of(name)) is not None:
             highest[number] = max(highest[number], phase.peak_allocated)
-    # Of the iterations the first two, the one with the highest peak and the last.
+    # Of the iterations, show the first two, the one with the highest peak and the last.
     shown = {None, 1, 2, max(highest, key=highest.__getitem__, default=None)}
     shown.add(max(highest, default=None))
     left_out = 0
@@ -179,8 +179,8 @@ def _count(text: str) -> int:
 
 COMMAND = Command(
     description="Run a script as it is, with its own arguments, on a simulated GPU, for some steps "
-    "of its optimizer; then print its peak memory by phase and who holds it, whether it fits, "
-    "and a test that keeps the number. No GPU is needed. Exit code 1 where it does not fit one of "
+    "of its optimizer; then print its peak memory by phase and by holder, whether it fits, and a "
+    "test that limits it to that peak. No GPU is needed. Exit code 1 where it does not fit one of "
     "the GPUs, or fails itself.",
     run=run,
     arguments=(
@@ -203,10 +203,10 @@ COMMAND = Command(
             default=60.0,
         ),
         Argument("-m", "SCRIPT is a module, as for python -m", dest="module"),
-        Argument("script SCRIPT", "what stands behind python; our options go first"),
+        Argument("script SCRIPT", "as after python; options of gpumem come before it"),
         Argument(
             "arguments ARGS",
-            "the script's own arguments: all that stands behind it",
+            "the script's own arguments: everything after it",
             nargs=argparse.REMAINDER,
         ),
     ),
@@ -214,6 +214,6 @@ COMMAND = Command(
         "gpumem run train.py --batch-size 32",
         "gpumem run --gpu T4 --gpu A100-80GB --steps 3 -m mypackage.train config.yaml",
     ),
-    json="print everything as JSON, sizes in bytes; what the script prints goes to stderr",
+    json="print everything as JSON, sizes in bytes; the script's output goes to stderr",
     prints_output=True,
 )

@@ -34,7 +34,7 @@ class TargetError(ValueError):
 def refusing(text: str, *known: type[BaseException]) -> Iterator[None]:
     """Raise :class:`TargetError` for an error of the target ``text``, which runs inside.
 
-    The errors that are ``known`` are sentences for the user; of others, the class is shown too.
+    Errors of the ``known`` classes are sentences for the user; others are shown with their class.
     """
     try:
         yield
@@ -45,14 +45,14 @@ def refusing(text: str, *known: type[BaseException]) -> Iterator[None]:
 
 
 Function = Callable[[], Any]
-"""A target that is a function; a test is its node id."""
+"""A target that is a function; a target that is a test is a node id."""
 
 
 def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
     """Return the target that ``text`` names; a file or module is imported for it.
 
-    Raises :class:`TargetError` where it does not exist, or where the function needs arguments and
-    may not take any.
+    Raises :class:`TargetError` if it does not exist, or if the function needs arguments and
+    ``takes_arguments`` is not set.
     """
     if "::" in text:
         return checked_nodeid(text)
@@ -100,7 +100,7 @@ def _module(text: str, place: str) -> ModuleType:
             return loaded
         if not path.is_file():
             raise TargetError(f"{text}: there is no file {place}")
-    # Like python itself for a script, and for -m.
+    # As python does for a script, and for -m.
     folder = str(path.resolve().parent if is_path else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -124,20 +124,20 @@ def _module(text: str, place: str) -> ModuleType:
 CUDA, DRY, SIM = "cuda", "dry", "sim"
 _PREFIX = "gpumem: "
 _BEGIN = '{\n  "target": '
-"""The begin of an answer in JSON, below what the code has printed."""
+"""The beginning of a result in JSON, after the output of the code."""
 
 
 @dataclass(frozen=True)
 class DeviceOption:
-    """A kind of device and, where it was named with it, a model of the catalogue."""
+    """A kind of device and, if given with it, a model of the catalogue."""
 
     kind: str
     model: str | None = None
 
     def models(self, given: Sequence[str] | None, otherwise: Sequence[str]) -> list[str]:
-        """Return the models to run on: that of the option, or ``given`` by ``--gpu``.
+        """Return the models to run on: that of the option, or those ``given`` by ``--gpu``.
 
-        Raises ``ValueError`` where both name some, or a model is unknown.
+        Raises ``ValueError`` if both name a model, or a model is unknown.
         """
         if self.model is not None and given:
             raise ValueError(
@@ -172,7 +172,7 @@ DEVICE = Argument(
 def run_on_dry(given: Sequence[str], gpu: str) -> int:
     """Run the command line ``given`` in a process with a dry ``gpu``; return its exit code.
 
-    Raises ``ValueError`` where there is no such device.
+    Raises ``ValueError`` if there is no such device.
     """
     environment = {**os.environ, **environment_of_option(gpu)}
     return subprocess.run(_command(given), env=environment, check=False).returncode
@@ -181,7 +181,8 @@ def run_on_dry(given: Sequence[str], gpu: str) -> int:
 def answer_on_dry(given: Sequence[str], gpu: str, *, memory: int | None = None) -> Any:
     """Return the JSON output of the command line ``given`` in a process with a dry ``gpu``.
 
-    Its memory is as many bytes, or the model's. Raises ``ValueError`` for what the command refuses.
+    ``memory`` is the GPU's in bytes, by default the model's. Raises ``ValueError`` with the
+    sentence of a command that ends with an error.
     """
     done = subprocess.run(
         [*_command(given), "--json"],

@@ -10,7 +10,7 @@ class DeviceError(ValueError):
 
 
 class ValueLevel(IntEnum):
-    """The values that successive runs of a test compute beside shapes, each more than before."""
+    """The tensor values that a run of a test computes; each rerun computes more."""
 
     AT_FIRST = 0
     """The device's default: small tensors on the simulated device, copies on the dry one."""

@@ -31,7 +31,7 @@ from pytest_gpumem.values.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.values.measurement import Measurement
 
 FILLED_SHARE = 20
-"""The part of a GPU's memory, one of so many, up to which leftover space is filled."""
+"""Leftover space is filled if it is at most the device's memory divided by this."""
 
 
 def find_device(
@@ -40,7 +40,7 @@ def find_device(
     """Return the CUDA device ``index``, ``None`` where torch sees no device at all.
 
     Raises :class:`DeviceError` where it is ``required``, or where there are fewer devices. CUDA is
-    not initialised. ``of_rank`` is the rank that the index was derived from, not named by the user.
+    not initialised. ``of_rank``: the rank that ``index`` was derived from, if the user gave none.
     """
     name = "cuda" if index is None else f"cuda:{index}"
     if not torch.cuda.is_available():
@@ -81,9 +81,9 @@ class CudaDevice(Device):
         self._notes: tuple[str, ...] = ()
         self._space = LeftoverSpace()
         self._fixture_blocks: dict[object, frozenset[Block]] = {}
-        """The blocks that the set-up of a shared fixture has left."""
+        """The blocks allocated by set-ups of shared fixtures."""
         self._shared: dict[str, tuple[int, NvmlDevice]] = {}
-        """The devices shared with other processes, by name, with this process's CUDA index."""
+        """The devices shared with other processes and their CUDA indices here, by name."""
 
     @property
     def environment(self) -> Environment:
@@ -91,7 +91,7 @@ class CudaDevice(Device):
 
     @cached_property
     def _properties(self) -> Any:
-        """The device's properties; a dry device is hidden between tests, and shown for the read."""
+        """The device's properties; a dry device, hidden between tests, is made visible for this."""
         with scope.opened():
             return torch.cuda.get_device_properties(self.index)
 
@@ -122,7 +122,7 @@ class CudaDevice(Device):
     def machine(self) -> Machine:
         """The machine to simulate for comparison: these GPUs with their own properties.
 
-        Its name is the catalogue's where that has the model; initialises CUDA.
+        Its name is the catalogue's if that contains the model. This initialises CUDA.
         """
         properties = self._properties
         names = {known.full_name: known.name for known in GPUS.values()}
@@ -138,13 +138,13 @@ class CudaDevice(Device):
         return Machine(model, device_count())
 
     def active(self) -> AbstractContextManager[object]:
-        """Make the device the current one if it was named; else keep CUDA's own choice."""
+        """Make the device current if the user named it; else keep CUDA's current device."""
         return torch.cuda.device(self.index) if self._chosen else nullcontext()
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
-        """Note which threads still run, and fill the free space beside what earlier tests left.
+        """Fill the free space in segments of earlier tests, and record running threads.
 
-        The memory of a real device cannot be rearranged. Does not initialise CUDA.
+        Does not initialise CUDA.
         """
         self._notes = self._threads.notes
         if torch.cuda.is_initialized():
@@ -157,9 +157,9 @@ class CudaDevice(Device):
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """Count threads that start inside as those of ``name``.
+        """Attribute threads that start inside to ``name``.
 
-        The garbage collector runs as usual: without it a body may not fit.
+        Garbage collection is not changed: without it a body may run out of memory.
         """
         with self._threads.started_by(name), clear_frames_of_imports():
             try:
@@ -172,7 +172,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def setting_up(self, fixture: object) -> Iterator[None]:
-        """Count threads and blocks inside as those of ``fixture`` if tests share it."""
+        """Attribute threads and blocks inside to ``fixture`` if tests share it."""
         if not is_shared(fixture):
             yield
             return
@@ -182,14 +182,14 @@ class CudaDevice(Device):
         self._fixture_blocks[fixture] = CudaStatistics().live_blocks() - before
 
     def _counting_threads(self, fixture: object) -> AbstractContextManager[None]:
-        """Return a context whose threads count as those of ``fixture`` if tests share it."""
+        """Return a context that attributes its threads to ``fixture`` if tests share it."""
         return self._threads.started_by(None) if is_shared(fixture) else nullcontext()
 
     def forget(self, fixture: object) -> None:
         self._fixture_blocks.pop(fixture, None)
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` with notes about threads of earlier tests that it may include."""
+        """Return ``measurement`` with notes on earlier tests' threads, which may add to it."""
         filled = self.filled.get(int(measurement.device.partition(":")[2]), 0)
         return replace(
             measurement,
@@ -198,7 +198,7 @@ class CudaDevice(Device):
         )
 
     def share(self, folder: Path) -> Sequence[NvmlDevice]:
-        """Return the visible devices as NVML sees them, its own first; raises ``SharingError``."""
+        """Return the visible devices, read by NVML, its own first; raises ``SharingError``."""
         others = [index for index in range(device_count()) if index != self.index]
         for index in (self.index, *others):
             has_context = torch.cuda.is_initialized if index == self.index else lambda: False
@@ -208,7 +208,7 @@ class CudaDevice(Device):
         return [device for _, device in self._shared.values()]
 
     def held(self, name: str) -> tuple[int, int]:
-        """Return the bytes of the CUDA context, from NVML or estimated, and the reserved ones."""
+        """Return the bytes of the CUDA context, from NVML or estimated, and the reserved bytes."""
         index, device = self._shared[name]
         return self._held(index, device)
 
@@ -267,12 +267,12 @@ _LIBRARIES = frozenset({"multiprocessing", "torch", "tqdm"})
 class LeftThreads:
     """The threads that outlive the tests that started them.
 
-    Those of executors are left out: they wait for tasks, and live until their executor is shut.
+    Threads of executors are left out: they wait for tasks until their executor is shut down.
     """
 
     def __init__(self) -> None:
         self._owners: WeakKeyDictionary[threading.Thread, str | None] = WeakKeyDictionary()
-        """The test that started each; ``None``: a fixture that tests share, which outlives them."""
+        """The test that started each thread; ``None`` for a shared fixture."""
 
     @contextmanager
     def started_by(self, owner: str | None) -> Iterator[None]:
@@ -287,7 +287,7 @@ class LeftThreads:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The notes of the test: one sentence for each thread that still runs."""
+        """A sentence for each thread that still runs after its test."""
         return tuple(
             f"{owner} left {thread.name!r} running in a thread: what it allocates is counted here"
             for thread, owner in list(self._owners.items())
@@ -298,8 +298,8 @@ class LeftThreads:
 def _is_of_library(thread: threading.Thread) -> bool:
     """Return whether ``thread`` is a helper of a library's, or was started by C++.
 
-    Inductor's compile workers and tqdm's monitor keep such threads permanently, and the queues of a
-    ``DataLoader``'s workers for a moment.
+    Inductor's compile workers and tqdm's monitor have such threads permanently, the queues of a
+    ``DataLoader``'s workers for a short time.
     """
     found = getattr(thread, "_target", None) or type(thread)
     package = str(getattr(found, "__module__", "")).partition(".")[0]
@@ -318,15 +318,15 @@ STICKY = (
     "unspecified launch failure",
     "the MPS client has been terminated",
 )
-"""Errors after which, as driver_types.h of CUDA 12.4 has it, "the process must be terminated and
-relaunched": 700, 702, 710, 714 to 719, and 810 of a client that its MPS server has terminated; in
-the words of ``cudaGetErrorString`` of that release."""
+"""Errors after which "the process must be terminated and relaunched" (driver_types.h of CUDA 12.4):
+700, 702, 710, 714 to 719, and 810 of a client that its MPS server has terminated; the texts are
+those of ``cudaGetErrorString`` of that release."""
 
 
 def fault_of(index: int) -> str | None:
     """Return the first line of the sticky error of ``cuda:index``, ``None`` for none.
 
-    Other errors pass, such as that of a stream capture left open by a test: it ends with the test.
+    Other errors are not sticky, such as that of a stream capture that a test leaves open.
     """
     try:
         torch.cuda.synchronize(index)

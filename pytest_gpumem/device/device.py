@@ -14,7 +14,7 @@ from pytest_gpumem.values.errors import UnknownValueError
 from pytest_gpumem.values.measurement import Measurement
 
 if TYPE_CHECKING:
-    # torch, which a process without marked tests does not need.
+    # These import torch, which a process without marked tests does not need.
     from pytest_gpumem.measurement.fixtures import Renewed
     from pytest_gpumem.measurement.recorded import Recorder
     from pytest_gpumem.measurement.statistics import Block
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Device:
-    """A device that tests are measured on; methods that only some devices need do nothing here."""
+    """A device that tests are measured on; a method that only some devices need does nothing."""
 
     index: int
     """The device's index, as in ``cuda:0``."""
@@ -33,12 +33,12 @@ class Device:
     workspaces: Callable[[], frozenset[Block]] | None = None
     """The function returning live cuBLAS and cuBLASLt workspaces, ``None`` if unknown."""
     compile_context: Callable[[], AbstractContextManager[object]] | None = None
-    """A function returning a context in which torch compiles, and leaves nothing reserved;
-    ``None`` where it compiles in the test's own memory."""
+    """Function that returns a context manager around compilation that leaves no memory reserved;
+    ``None`` where compilers use the test's memory."""
 
     @property
     def filled(self) -> Mapping[int, int]:
-        """The bytes by device that fill the free space which earlier tests have left."""
+        """The bytes, by device, that fill the free space in segments of earlier tests."""
         return MappingProxyType({})
 
     @property
@@ -57,7 +57,7 @@ class Device:
         return None
 
     def active(self) -> AbstractContextManager[object]:
-        """Serve ``cuda`` from this device inside."""
+        """Make ``cuda`` this device inside."""
         raise NotImplementedError
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
@@ -72,15 +72,15 @@ class Device:
         return ()
 
     def repeat_set_up(self, fixture: object) -> None:
-        """Repeat in the memory of the test a set-up that :meth:`not_in_memory` returned."""
+        """Allocate again the blocks of a ``fixture`` that :meth:`not_in_memory` returned."""
 
     def begin_body(self) -> None:
-        """Begin a run of the test's body, whose fixtures are set up."""
+        """Begin a run of the test's body; its fixtures are set up."""
 
     def measuring(self, name: str) -> AbstractContextManager[object]:
         """Run the test ``name`` inside, from set-up to teardown.
 
-        Threads that start there belong to it; the garbage collector runs so that numbers repeat.
+        Threads that start inside belong to it; garbage is collected so that numbers repeat.
         """
         raise NotImplementedError
 
@@ -89,13 +89,13 @@ class Device:
         return nullcontext()
 
     def restart_collector(self) -> None:
-        """Clear the garbage collector's state of earlier code."""
+        """Reset the garbage collector's counters."""
 
     def begin_unmeasured(self) -> None:
-        """Drop the records of earlier tests, and leave the memory as it is."""
+        """Drop the records of earlier tests before a test that is not measured."""
 
     def end_body(self) -> None:
-        """End a run of the body: wait for what it left running, or raise its failure."""
+        """End a run of the body: wait for its threads, or raise the failure of one."""
 
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
         """Set up ``fixture``, of any scope, in the ``with`` block."""
@@ -109,11 +109,11 @@ class Device:
         raise NotImplementedError
 
     def share(self, folder: Path) -> Sequence[HostDevice]:
-        """Share the GPUs with processes that meet in ``folder``; return them, its own first."""
+        """Share the GPUs with processes that use ``folder``; return them, this process's first."""
         raise NotImplementedError
 
     def held(self, name: str) -> tuple[int, int]:
-        """Return the bytes held of the shared device ``name``: by a context, and reserved."""
+        """Return this process's bytes on the shared device ``name``: of its context, reserved."""
         raise NotImplementedError
 
     def limited(self, size: int) -> AbstractContextManager[None]:
@@ -151,13 +151,13 @@ class ComputingDevice(Device):
 
     @property
     def decided_by(self) -> str | None:
-        """Why a further run is needed though nothing failed; ``None`` where it is not."""
+        """The reason for a further run although nothing failed; ``None`` if none is needed."""
         return None
 
     def reason_to_rerun(self, error: BaseException | None, *, failed: bool) -> str | None:
-        """Return why a run that ended by ``error`` needs more values; ``None`` where it does not.
+        """Return why the test has to run again with more values; ``None`` if it has not.
 
-        ``failed`` is whether it failed by an exception of its own code.
+        ``error`` ended its run; ``failed``: the exception is from its own code.
         """
         if isinstance(error, UnknownValueError):
             return str(error)
@@ -176,7 +176,7 @@ class ComputingDevice(Device):
 
     @property
     def events_hash(self) -> int:
-        """A hash of the events of the tests' own allocator in the current test."""
+        """A hash of the allocator's events in the current test."""
         raise NotImplementedError
 
     def note(self, sentence: str) -> None:

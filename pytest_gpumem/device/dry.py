@@ -1,6 +1,6 @@
 """The dry device: torch's own CUDA code over a runtime whose kernels do nothing.
 
-It is measured like a GPU. This class holds the differences: numbers repeat byte for byte, so
+It is measured like a GPU. This class contains the differences: numbers repeat byte for byte, so
 they are marked as exact, and there is neither a driver nor timing.
 """
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 
 class DryDevice(CudaDevice, ComputingDevice):
-    """The first of the process's dry GPUs: of the model ``name``, or of several, ``"H100*2"``.
+    """A dry GPU, by default the process's first; ``name`` is a model or several, ``"H100*2"``.
 
-    ``computed`` selects the values that the CPU computes. With ``requested`` the process is a rank
-    of several. As many of them share a machine as there are ``gpus``, and the GPU of the rank is
-    the tests' own. ``index`` is that of a rank that torchrun has started. Where a test
-    ``runs_again`` that fails by an unknown value, its first run may count with unknown integers.
+    ``computed`` selects the values that the CPU computes. With ``requested`` the process is one
+    rank of several, with ``gpus`` ranks in a machine, and is measured on its own GPU. ``index`` is
+    the GPU of a rank that torchrun has started. With ``runs_again`` (a test that fails by an
+    unknown value is repeated), the first run may use placeholders for unknown integers.
     """
 
     context_bytes = 0
     compile_context = staticmethod(compiling.separate_pool)
-    """A pool of its own: a cache on disk changes what compilers allocate."""
+    """A separate pool, because compilers allocate less if their results are in a cache on disk."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class DryDevice(CudaDevice, ComputingDevice):
     def active(self) -> Iterator[None]:
         """Make the dry devices visible inside; a rank also has its process groups.
 
-        Torch's compilers are imported by code that is compiled, and by no optimizer.
+        Only compiled code imports torch's compilers here, and no optimizer does.
         """
         with (
             scope.opened(),
@@ -115,7 +115,7 @@ class DryDevice(CudaDevice, ComputingDevice):
                 self._membership.close()
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
-        """Place segments as in a new process, beside those left by earlier tests."""
+        """Place segments as in a new process, except for those left by earlier tests."""
         self._notes = self._threads.notes
         self._follower.begin()
         workspaces.renew_dropout_states()
@@ -124,15 +124,15 @@ class DryDevice(CudaDevice, ComputingDevice):
         workspaces.forget()
 
     def begin_unmeasured(self) -> None:
-        """Drop what earlier tests have read; the values of their tensors stay."""
+        """Drop the records of earlier tests' reads; the values of their tensors stay."""
         self._follower.begin()
 
     def begin_body(self) -> None:
-        """Place fixtures that follow one which the test turned out not to use."""
+        """Place fixtures that come after one that the test did not use."""
         self._fixtures.begin_body()
 
     def end_body(self) -> None:
-        """Wait until autograd and NCCL have dropped what the body computed."""
+        """Wait until threads of autograd and NCCL have dropped the body's tensors."""
         blocks.wait_for_threads()
         if self._membership is not None:
             self._membership.end_body()
@@ -142,7 +142,7 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
+        """Run the test ``name`` inside; only growth of the GPUs' blocks triggers the collector."""
         with (
             super().measuring(name),
             seeded_generators(),
@@ -155,7 +155,7 @@ class DryDevice(CudaDevice, ComputingDevice):
                 self._leftover.release()
 
     def restart_collector(self) -> None:
-        """Reset state that depends on all earlier code: the collector, autograd's numbering."""
+        """Reset state that depends on earlier code: the collector and autograd's numbering."""
         self._collector.restart()
         blocks.restart_numbering()
         self._blocks.restart_count()

@@ -1,6 +1,6 @@
 """The GPUs that CUDA will show this process, read from the driver before torch is imported.
 
-Without one, ``--gpumem-device=auto`` is the dry device where there can be one, else sim.
+Without a GPU, ``--gpumem-device=auto`` is the dry device where it is available, else sim.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.option_values import DeviceChoice
 
 DRIVERS: tuple[str, ...] = ("/dev/nvidiactl", "/dev/dxg", "C:\\Windows\\System32\\nvml.dll")
-"""Files of which one exists where NVIDIA's driver is installed: under Linux, WSL2, Windows. NVML is
-loaded only then, because every run with the plugin installed would pay for it."""
+"""Files of NVIDIA's driver under Linux, WSL2 and Windows. NVML is loaded only if one exists,
+because that takes time in every run with the plugin installed."""
 
 REFUSED = "PYTEST_GPUMEM_AUTO_SIMULATED"
 """The variable with the reason why ``auto`` is a simulated device here and in child processes."""
@@ -107,7 +107,7 @@ def resolved(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
 
 
 TRIED = "it was tried: "
-"""The beginning of a refusal by this plugin; what else sets the variable has its own reasons."""
+"""Prefix of a reason that this plugin has set; a value set by the user is shown as it is."""
 
 
 _DRIVER = "NVIDIA's driver is installed"
@@ -115,7 +115,7 @@ _SYSTEM = "the dry device runs on Linux only"
 _BUILD = "there is no CUDA build of torch"
 _LAUNCHED = "the program has the dry device as its GPU"
 _EXPECTED = frozenset({_DRIVER, _SYSTEM, _BUILD, _LAUNCHED})
-"""Reasons that users of such a machine or torch know."""
+"""Reasons that users know, and that are not shown."""
 
 
 def why_not(baselines: Path) -> str | None:
@@ -145,9 +145,9 @@ def why_not(baselines: Path) -> str | None:
 
 
 def _are_simulated(baselines: Path, release: str) -> bool:
-    """Return whether ``baselines`` are those of simulated devices, and none are of dry ones.
+    """Return whether ``baselines`` has some of simulated devices and none of dry ones.
 
-    Those of the torch ``release`` decide, where it has any.
+    Only those of the torch ``release`` count, if there are any.
     """
     names: list[str] = []
     with suppress(OSError):

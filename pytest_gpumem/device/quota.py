@@ -26,9 +26,9 @@ class QuotaError(Exception):
 def limited(index: int, size: int) -> Iterator[None]:
     """Limit this process to reserving ``size`` bytes of ``cuda:index`` inside.
 
-    Cached blocks are released first: they count, and are handed out beyond any limit.
-    The limit is tested. Raises :class:`QuotaError` where more can be reserved all the same,
-    or more is held already.
+    Cached blocks are released first: they count as reserved, and no limit applies to their reuse.
+    The limit is tested by an allocation. Raises :class:`QuotaError` if more can be reserved, or is
+    reserved already.
     """
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(index).total_memory
@@ -36,11 +36,11 @@ def limited(index: int, size: int) -> Iterator[None]:
         yield
         return
     found = torch.cuda.get_per_process_memory_fraction(index)
-    # The allocator cuts the product down to whole bytes.
+    # The allocator rounds the product down to whole bytes.
     fraction = (size + 0.5) / total
     torch.cuda.set_per_process_memory_fraction(fraction, index)
     try:
-        _try_out(index, size)
+        _check_limit(index, size)
         with inherited(fraction):
             yield
     finally:
@@ -63,7 +63,7 @@ def inherited(fraction: float) -> Iterator[None]:
         yield
 
 
-def _try_out(index: int, size: int) -> None:
+def _check_limit(index: int, size: int) -> None:
     held = torch.cuda.memory_reserved(index)
     if held > size:
         raise QuotaError(
@@ -73,7 +73,7 @@ def _try_out(index: int, size: int) -> None:
     free, _ = torch.cuda.mem_get_info(index)
     asked = size - held + SEGMENT
     if asked > free:
-        return  # that much is not to be had, with a limit or without
+        return  # the device has too little free memory for a test
     try:
         address = torch.cuda.caching_allocator_alloc(asked, index)
     except torch.OutOfMemoryError:
@@ -88,12 +88,12 @@ def _try_out(index: int, size: int) -> None:
 
 Observer = Callable[[int, int, int, int], object]
 """Called with device, bytes of the segment, allowed and free bytes (``OutOfMemoryObserver`` of
-c10/core/CachingDeviceAllocator.h), after the allocator has let go of its lock."""
+c10/core/CachingDeviceAllocator.h), after the allocator has released its lock."""
 
 
 @cache
 def observers_of_torch() -> list[Observer]:
-    """Return the list of observers that torch's allocator calls: it has no call to remove one."""
+    """Return the list of observers that torch's allocator calls; torch itself can remove none."""
     observers: list[Observer] = []
 
     def observe(device: int, asked: int, allowed: int, free: int) -> None:
@@ -109,7 +109,7 @@ def observers_of_torch() -> list[Observer]:
 def failed_allocations(
     observers: list[Observer], note: Callable[[int, int, int], FailedAllocation | None]
 ) -> Iterator[list[FailedAllocation]]:
-    """Yield a list of what ``note`` makes of each refusal: device, requested and free bytes."""
+    """Yield the list of results of ``note(device, requested bytes, free bytes)`` for refusals."""
     found: list[FailedAllocation] = []
 
     def observe(device: int, asked: int, allowed: int, free: int) -> None:

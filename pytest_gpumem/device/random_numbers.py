@@ -1,6 +1,6 @@
-"""Random numbers of tests on a device without a GPU: the same alone and after any other test.
+"""Random numbers of tests on a device without a GPU: the same in any order of tests.
 
-What a test allocates may depend on them, as where a router sends tokens to experts.
+Allocations may depend on them, for example where a router sends tokens to experts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 SEED = 67280421310721
 """The seed of a CUDA generator before a program sets one (``default_rng_seed_val`` of
-c10/core/GeneratorImpl.h, 2.6 to 2.15). Torch seeds the CPU's by chance."""
+c10/core/GeneratorImpl.h, 2.6 to 2.15). Torch seeds the CPU's generator randomly."""
 
 
 @contextmanager
 def seeded_generators() -> Iterator[None]:
     """Seed the generators of Python, NumPy and torch inside, and restore their states afterwards.
 
-    Those of the GPUs are restored where there have been any; else they are seeded again.
+    GPU generators that did not exist before are seeded again instead.
     """
-    with ExitStack() as restored:  # by the functions as they are now: a test may patch them
+    with ExitStack() as restored:  # looked up now, because a test may patch the functions
         restored.callback(random.setstate, random.getstate())
         random.seed(SEED)
         numpy: Any = sys.modules.get("numpy")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DeviceSelector:
-    """A selector that decides once, on first use: torch is imported only then."""
+    """The choice of devices, made on first use, which imports torch."""
 
     def __init__(self, choice: DeviceChoice) -> None:
         self._choice = choice
@@ -31,7 +31,7 @@ class DeviceSelector:
         """Whether simulated tests may import flash-attn where it is not installed."""
         self.compile = "auto"
         self.runs_again = True
-        """Whether tests that fail by a value which is not computed run again with values."""
+        """Whether tests that fail by an unknown value run again with values."""
         self.world: World | None = None
         """The rank that torchrun has started this process as."""
         self._simulated: dict[tuple[str | Machine, bool, RequestedRank | None], Device] = {}
@@ -56,7 +56,7 @@ class DeviceSelector:
 
     @property
     def description(self) -> str:
-        """The words for where tests will be measured, known without torch."""
+        """The text on the devices that tests will be measured on; it does not need torch."""
         if self._choice.kind == "dry":
             others = ", other models simulated" if self._choice.of_auto else ""
             return ", ".join(f"dry {model}" for model in self._choice.models) + others
@@ -72,23 +72,23 @@ class DeviceSelector:
 
     @property
     def only_model(self) -> str | None:
-        """The model of the dry device, of which a process has one; ``None`` for other devices."""
+        """The model of the dry device, one per process; ``None`` for other devices."""
         return self._choice.models[0] if self._choice.kind == "dry" else None
 
     def simulates(self, model: str | None) -> bool:
-        """Return whether ``model`` is simulated beside a dry device, which ``auto`` has chosen."""
+        """Return whether ``model`` is simulated although ``auto`` has chosen the dry device."""
         return self._choice.of_auto and model not in (None, self.only_model)
 
     def models(self, expectation: Expectation | None) -> Sequence[str]:
         """Return the GPU models that a test is to be simulated on, one by one.
 
-        This imports no torch, so that collecting does not either; where a GPU is found later,
-        it runs as the first of them.
+        This does not import torch, because it is called during collection. If a GPU is found later,
+        the test runs there, under the id of the first model.
         """
         if expectation is not None and expectation.gpu:
             return expectation.gpu
         if self._choice.kind == "dry":
-            return self._choice.models[:1]  # the others are beside it in one machine
+            return self._choice.models[:1]  # the others are further GPUs of the same machine
         return self._choice.models if self._choice.kind == "sim" else ()
 
     def select(
@@ -100,10 +100,10 @@ class DeviceSelector:
     ) -> Device:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
 
-        Devices differ by how much is ``computed``, and by rank; the real one is always this
-        process's own, as torchrun has started it.
-        Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
-        environment has allocator settings that no device takes, or a plugin that adds to it fails.
+        There is a device for each level of ``computed`` values and each rank; the real device is
+        this process's GPU, by its rank under torchrun. Raises ``DeviceError`` if the options ask
+        for a CUDA device that does not exist, allocator settings in the environment are invalid, or
+        a plugin's hook for the environment fails.
         """
         device = None if self.simulates(model) else self.measured_device(computed, requested)
         if device is None:

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class SimulatedDevice(ComputingDevice):
-    """The simulated machine of one name; it serves all tests of the process, as a real one does.
+    """A simulated machine, used by all tests of the process that request it.
 
-    ``name`` is a model or several of it, ``"A100-80GB*2"``; the first GPU is the tests' own. With
-    ``real_values`` the CPU computes all values, so that tests can read them.
-    With ``stand_ins`` tests may import flash-attn where it is not installed. ``compile`` selects
-    the treatment of compiled code, as in ``simulate``. With ``requested`` the process is one rank
-    of several, whose GPU is the tests' own. Where a test ``runs_again`` that fails by an unknown
-    value, its first run may count with unknown integers.
+    ``name`` is a model or several GPUs of it, ``"A100-80GB*2"``; tests are measured on the first.
+    With ``real_values`` the CPU computes all values, so that tests can read them. With
+    ``stand_ins`` tests may import flash-attn where it is not installed. ``compile`` selects the
+    treatment of compiled code, as in ``simulate``. With ``requested`` the process is one rank of
+    several, measured on its own GPU. With ``runs_again`` (a test that fails by an unknown value is
+    repeated), the first run may use placeholders for unknown integers.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class SimulatedDevice(ComputingDevice):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Serve ``cuda`` from this device inside; abandon captures that are left open."""
-        # Where other tests run on the dry device, its functions would say that there is none.
+        """Make ``cuda`` this device inside; abandon captures that are left open."""
+        # If other tests run on the dry device, its replaced functions report no device here.
         with (
             scope.opened(to_children=False),
             self._simulation.active(),
@@ -123,15 +123,15 @@ class SimulatedDevice(ComputingDevice):
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Begin with an empty device on which only ``fixtures`` are set up, in this order.
 
-        A live fixture is placed behind those before it, which the test may still have to set up.
+        A live fixture is placed after the preceding ones, some of which the test may yet set up.
 
-        A leak, or a traceback that keeps tensors of a failed test, then changes no number; nor does
-        the current device that another test selected.
+        So a leak, a traceback that keeps tensors of a failed test, or another test's choice of the
+        current device changes no number.
         """
         self._forget()
         self._simulation.threads.begin(name)
         self._simulation.compilation.forget()
-        # One that was set up while there was no device holds nothing on it.
+        # A fixture that was set up without a device holds no memory on it.
         self._expected = [one for one in fixtures if one in self._set_up or not is_set_up(one)]
         self._present.clear()
         self._renewed = renewed
@@ -143,7 +143,7 @@ class SimulatedDevice(ComputingDevice):
         for gpu in self._gpus:
             gpu.allocator.trace.clear()
             gpu.estimates.clear()
-            # Also where nothing is held: a test may have changed settings, or the memory fraction.
+            # Also if nothing is held: a test may have changed settings or the memory fraction.
             gpu.renew()
             for each in earlier:
                 gpu.workspaces.settings.chosen.update(each.workspace_sizes)
@@ -167,18 +167,18 @@ class SimulatedDevice(ComputingDevice):
         )
 
     def begin_body(self) -> None:
-        """Repeat the set-up of fixtures that follow one which the test turned out not to use."""
+        """Repeat the set-up of fixtures that come after one that the test did not use."""
         self._expected = [one for one in self._expected if one in self._set_up]
         self._repeat()
 
     def _repeat(self) -> None:
-        """Repeat the set-ups that are next, as far as their logs exist."""
+        """Repeat the next set-ups, up to the first fixture that has no log yet."""
         while self._expected and self._expected[0] in self._set_up:
             self.repeat_set_up(self._expected.pop(0))
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
+        """Run the test ``name`` inside; only growth of the GPUs' blocks triggers the collector."""
         with (
             self._simulation.threads.owned_by(name),
             clear_frames_of_imports(),
@@ -198,9 +198,9 @@ class SimulatedDevice(ComputingDevice):
         restart(self._gpus, self._collector)
 
     def begin_unmeasured(self) -> None:
-        """Forget the events of earlier tests: a long run would hold and search all of them.
+        """Forget the events of earlier tests, which a long run would keep and search.
 
-        A recording that the code under test has switched on stays, as on a GPU.
+        A memory history that the code under test records stays, as on a GPU.
         """
         self._forget()
         for gpu in self._gpus:
@@ -274,14 +274,14 @@ class SimulatedDevice(ComputingDevice):
 
     @property
     def nccl(self) -> str:
-        """The sentence that estimates NCCL's memory beside all numbers; may be empty."""
+        """The sentence that estimates NCCL's memory, which no number contains; may be empty."""
         return sentence(self._simulation.communicators.values())
 
     def note(self, sentence: str) -> None:
         self._simulation.note(sentence)
 
     def share(self, folder: Path) -> Sequence[SharedSimulatedDevice]:
-        """Take memory from the devices of the same name that other processes simulate, too.
+        """Share devices of this name with other processes that simulate them.
 
         If the machine has several, this process's ``cuda:0`` is the least loaded one.
         """
@@ -313,7 +313,7 @@ class SimulatedDevice(ComputingDevice):
         if size >= gpu.model.total_memory:
             yield
             return
-        # The allocator cuts the product down to whole bytes.
+        # The allocator rounds the product down to whole bytes.
         fraction = (size + 0.5) / gpu.model.total_memory
         gpu.allocator.set_memory_fraction(fraction)
         try:
@@ -346,6 +346,6 @@ class _SetUp(NamedTuple):
     workspace_sizes: dict[str, int]
     """Bytes by library, where it set a workspace's size; see ``WorkspaceSettings.chosen``."""
     has_real_meta: bool
-    """Whether there were meta tensors of the user's own at its end."""
+    """Whether meta tensors of the user existed at its end."""
     has_streams: bool
-    """Whether there were streams of the user's own at its end."""
+    """Whether streams of the user existed at its end."""

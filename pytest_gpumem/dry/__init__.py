@@ -1,7 +1,7 @@
 """The dry device: torch's own CUDA code on a machine without a GPU.
 
-The CUDA build of torch runs unmodified over a runtime that stands in for NVIDIA's libraries:
-docs/dry.md tells what it keeps, and what it leaves out.
+The CUDA build of torch runs unmodified over a runtime that stands in for NVIDIA's libraries;
+docs/dry.md describes its limits.
 
 The runtime is C in ``source/``, compiled by the machine's ``cc`` once for each build of torch
 (:mod:`~pytest_gpumem.dry.build`) and loaded before torch is imported
@@ -13,5 +13,5 @@ The runtime is C in ``source/``, compiled by the machine's ``cc`` once for each 
     python -m pytest_gpumem.dry -c CODE
     eval "$(python -m pytest_gpumem.dry --print-environment)"   # then python, pytest, torchrun, ...
 
-The last one sets ``LD_LIBRARY_PATH`` and ``LD_PRELOAD`` for every program that the shell starts.
+The last command sets ``LD_LIBRARY_PATH`` and ``LD_PRELOAD`` for all programs that the shell starts.
 """

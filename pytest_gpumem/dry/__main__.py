@@ -13,9 +13,9 @@ from pytest_gpumem.simulated.gpu.catalogue import GpuError
 
 
 def main() -> int:
-    """Start the program in place of this one.
+    """Replace this process by the program.
 
-    Returns 2 where the device cannot be had, 0 where the environment has been printed.
+    Returns 2 if the device is not available, 0 after printing the environment.
     """
     parser = argparse.ArgumentParser(prog="python -m pytest_gpumem.dry", description=__doc__)
     parser.add_argument("--gpu", default=DEFAULT, metavar="MODEL[*N],...")
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return the options of this command, and the program with its own."""
+    """Return the options of this command, and the program with its arguments."""
     at = 0
     while at < len(arguments) and arguments[at].startswith(("--", "-h")):
         at += 2 if arguments[at] == "--gpu" else 1

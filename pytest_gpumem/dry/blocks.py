@@ -3,11 +3,10 @@
 The free parts of segments that earlier tests have left are filled while a test runs
 (:mod:`pytest_gpumem.measurement.leftover`). Tensors in such segments are kept until it ends.
 
-Autograd's threads, one for each device, hold the last task until they wait for another. A task that
-has run for ``torch.autograd.grad`` holds its results (``future_result_`` of
-torch/csrc/autograd/graph_task.h). The thread drops it after it has woken the caller
-(``Engine::thread_main`` of torch/csrc/autograd/engine.cpp, torch 2.6 to 2.15), which on a busy
-machine is after the caller's memory has been read.
+Each of autograd's device threads holds its last task until it waits for the next one. A task of
+``torch.autograd.grad`` holds its results (``future_result_`` of torch/csrc/autograd/graph_task.h).
+The thread drops the task after it has woken the caller (``Engine::thread_main`` of
+torch/csrc/autograd/engine.cpp, torch 2.6 to 2.15): on a busy machine too late for the measurement.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pytest_gpumem.simulated.common.patching import Patches
 _HELD = frozenset({torch.Tensor, torch.nn.Parameter})
 
 BlockNumbers = tuple[int, int]
-"""Numbers of blocks: above the first, up to the second."""
+"""A range of block numbers: above the first, up to and including the second."""
 
 
 class Blocks:
@@ -47,7 +46,7 @@ class Blocks:
 
     @property
     def last(self) -> int:
-        """The number of the last block that was handed out."""
+        """The number of the last allocated block."""
         return int(self._handed_out())
 
     def number(self, address: int) -> int:
@@ -56,7 +55,7 @@ class Blocks:
 
     @contextmanager
     def growing(self, by: int, grown: Callable[[], None]) -> Iterator[None]:
-        """Call ``grown`` inside, in Python's main thread, whenever there are more ``by`` blocks."""
+        """Call ``grown`` in Python's main thread whenever the number of blocks has grown ``by``."""
         before = self._function
         self._function = ctypes.CFUNCTYPE(None)(grown), by
         self.restart_count()
@@ -67,23 +66,23 @@ class Blocks:
             self.restart_count()
 
     def restart_count(self) -> None:
-        """Take the present number of blocks as the start of the count."""
+        """Count growth from the current number of blocks on."""
         function, by = self._function or (None, 0)
         self._collect(function, ctypes.c_size_t(by))
 
 
 class LeftoverBlocks(LeftoverSpace):
-    """Blocks that tests have left on the device, while another one runs."""
+    """Blocks that earlier tests have left on the device, while another test runs."""
 
     def __init__(self, blocks: Blocks) -> None:
         super().__init__()
         self._blocks = blocks
         self._kept: list[torch.Tensor] = []
         self._known: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        """Tensors in a block by its number, as far as they have been looked up."""
+        """The tensors found in each block, by the block's number."""
 
     def fill_beside(self, spans: Sequence[BlockNumbers]) -> None:
-        """Fill the free space beside blocks in none of ``spans``, until :meth:`release`."""
+        """Fill the free space beside blocks outside of all ``spans``, until :meth:`release`."""
 
         def is_own(address: int) -> bool:
             number = self._blocks.number(address)
@@ -107,9 +106,9 @@ class LeftoverBlocks(LeftoverSpace):
                     yield found
 
     def whole_tensors(self, numbers: Set[int]) -> Mapping[int, torch.Tensor]:
-        """Return a tensor whose storage is the block of each of these ``numbers``, by number.
+        """Return for each block in ``numbers`` a tensor whose storage is the whole block.
 
-        Blocks without one are left out.
+        Blocks without such a tensor are left out.
         """
         found = self._whole(numbers)
         if found.keys() != numbers:
@@ -130,10 +129,10 @@ class LeftoverBlocks(LeftoverSpace):
         return found
 
     def _search(self, numbers: Set[int]) -> None:
-        """Look up all tensors of Python objects in the blocks ``numbers``, and known ones."""
+        """Find all Python tensors in the blocks ``numbers``, and in blocks found before."""
         self._known = {number: [] for number in numbers | self._known.keys()}
         objects = gc.get_objects()
-        # Without a step of Python's for each object, of which there may be millions.
+        # Written without a Python statement per object, of which there may be millions.
         for one in compress(objects, map(_HELD.__contains__, map(type, objects))):
             self._look_up(one)
             if one.is_leaf and one.grad is not None:
@@ -144,15 +143,15 @@ class LeftoverBlocks(LeftoverSpace):
             self._known.get(self._blocks.number(storage_address(one)), []).append(weakref.ref(one))
 
     def moved(self, before: int, after: int) -> None:
-        """Know the tensors of the block ``before`` as those of the block ``after``."""
+        """Assign the tensors of the block ``before`` to the block ``after``."""
         if before in self._known:
             self._known[after] = self._known.pop(before)
 
 
 def wait_for_threads() -> None:
-    """Wait until autograd's threads have dropped their last tasks: run another one in each.
+    """Wait until autograd's threads have dropped their last tasks, by a further task in each.
 
-    Its node gives a gradient on as it is: nothing is allocated, and no operator runs.
+    Its node passes a gradient on unchanged, without allocating or running an operator.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     for leaf, root, gradient in _EMPTY_GRAPHS.values():
@@ -160,11 +159,11 @@ def wait_for_threads() -> None:
 
 
 _EMPTY_GRAPHS: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-"""By GPU: a leaf without elements, its alias, and the alias' gradient."""
+"""A leaf without elements, its alias, and the alias's gradient, by GPU."""
 
 
 def _make_empty_graphs() -> None:
-    """Make what :func:`wait_for_threads` runs on each GPU, before a test, whose nodes count."""
+    """Make the graphs for :func:`wait_for_threads` before a test, whose nodes are numbered."""
     extension: Any = torch._C
     for index in range(torch.cuda.device_count()):
         if index not in _EMPTY_GRAPHS and extension._cuda_hasPrimaryContext(index):
@@ -176,10 +175,10 @@ def _make_empty_graphs() -> None:
 
 @contextmanager
 def passes_dropped() -> Iterator[None]:
-    """Return from a pass inside when autograd's threads have dropped it.
+    """Make backward passes inside return only after autograd's threads have dropped them.
 
-    Not where the wait would be seen: in another pass, in a CUDA graph and in a profile. There the
-    threads only get Python's lock.
+    Inside another pass, a CUDA graph capture or a profile the wait would be visible; there, only
+    release Python's GIL for the threads.
     """
 
     def run(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -204,6 +203,7 @@ def passes_dropped() -> Iterator[None]:
 
 
 def restart_numbering() -> None:
-    """Count the nodes of every thread from zero, as in a new process (``source/numbers.c``)."""
+    """Number the autograd nodes of every thread from zero, as in a new process
+    (``source/numbers.c``)."""
     _make_empty_graphs()
     ctypes.CDLL(None).pytest_gpumem_dry_number_anew()

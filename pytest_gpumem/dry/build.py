@@ -1,9 +1,9 @@
 """The build of the dry runtime with the machine's C compiler, once for each build of torch.
 
-The result is a folder in the user's cache: the runtime itself, and for each of NVIDIA's libraries
-that torch needs a library of that name, which only has the version nodes that torch needs and
-depends on the runtime. The loader then never looks for NVIDIA's own. The CUDA release and the
-libraries of the installed torch are read from its files by binutils.
+The result is a folder in the user's cache: the runtime itself, and for each library of NVIDIA that
+torch needs an empty library of that name, with the version nodes that torch needs and a dependency
+on the runtime. So the loader never looks for NVIDIA's libraries. The CUDA release and the required
+libraries are read from torch's files by binutils.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _SYMBOL = re.compile(
     r"|nvrtc|nvJit|nvtx|nvml)\w*)(?:@\S+)? (\w)",
     re.MULTILINE,
 )
-"""NVIDIA's names, without their versions, and their types; by POSIX format of ``nm``."""
+"""Symbols of NVIDIA's libraries, without versions, and their types; in ``nm``'s POSIX format."""
 _UNDEFINED = "Uwv"
-"""Types of names that another library has."""
+"""Types of symbols that another library defines."""
 _NEEDED = re.compile(
     r"^ *(?:NEEDED +(\S+)|required from (\S+):|0x\w+ 0x\w+ \d+ (\S+))$", re.MULTILINE
 )
-"""A library that ``objdump`` has found; a library whose version nodes follow; one of these."""
+"""In ``objdump``'s output: a needed library, one whose version nodes follow, a version node."""
 _ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1")
-"""Libraries of the driver, which programs open while they run."""
+"""Libraries of the driver, which programs open at run time."""
 
 _CUDNN, _NCCL = (9, 1, 0), (2, 21, 5)
-"""Versions where torch's metadata does not contain them: those of torch 2.6."""
+"""Versions to use if torch's metadata does not contain them: those of torch 2.6."""
 
 
 class DryError(Exception):
@@ -60,7 +60,7 @@ class TorchBuild:
     libraries: Mapping[str, frozenset[str]]
     """Version nodes that torch needs of each of NVIDIA's libraries, by name."""
     symbols: frozenset[str]
-    """The names that torch takes from NVIDIA's libraries."""
+    """The symbols that torch uses from NVIDIA's libraries."""
 
     @property
     def macros(self) -> Mapping[str, str]:
@@ -85,7 +85,7 @@ def installed_files() -> list[Path]:
 
 
 def installed_build() -> TorchBuild:
-    """Return the build of the torch that Python would import.
+    """Return the build of torch that Python would import.
 
     Raises :class:`DryError` where it is not installed, or no CUDA build.
     """
@@ -118,7 +118,7 @@ def _libraries(folder: Path) -> list[Path]:
 
 
 def _imports(paths: list[Path]) -> tuple[Mapping[str, frozenset[str]], frozenset[str]]:
-    """Return the names that the libraries at ``paths`` together take from NVIDIA's."""
+    """Return version nodes and symbols that the libraries at ``paths`` need of NVIDIA's."""
     libraries: dict[str, set[str]] = {name: set() for name in _ALWAYS}
     library = ""
     for needed, source, node in _NEEDED.findall(run(["objdump", "-p", *map(str, paths)])):
@@ -132,7 +132,7 @@ def _imports(paths: list[Path]) -> tuple[Mapping[str, frozenset[str]], frozenset
 
 
 def run(command: Sequence[str]) -> str:
-    """Return what ``command`` prints, in English; raises :class:`DryError` where it fails."""
+    """Return the output of ``command``, in English; raises :class:`DryError` where it fails."""
     if shutil.which(command[0]) is None:
         raise DryError(
             "the dry device is built with a C compiler, objdump and nm, and this machine has no "
@@ -191,7 +191,7 @@ def _found(pattern: str, folder: Path) -> str | None:
 def built_for_installed() -> Path:
     """Return the folder with the runtime for the installed torch, and build it if it is missing.
 
-    Processes that build at once wait for each other. Raises :class:`DryError`.
+    Of several processes one builds, and the others wait. Raises :class:`DryError`.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "pytest-gpumem" / "dry" / f"torch-{_key(installed_files())}"
@@ -228,7 +228,7 @@ def build(torch: TorchBuild, folder: Path) -> None:
     """Compile the runtime for ``torch`` into ``folder``; raises :class:`DryError`."""
     compiler = _compiler()
     stubs = folder / "stubs.c"
-    # What programs look up by its name at run time is in no ELF file.
+    # Symbols that programs look up at run time are in no ELF file.
     names = (_SOURCE / "names.txt").read_text(encoding="utf-8").split()
     stubs.write_text(_stubs(torch.symbols.union(names)), encoding="utf-8")
     macros = [f"-D{name}={value}" for name, value in torch.macros.items()]
@@ -244,7 +244,7 @@ def build(torch: TorchBuild, folder: Path) -> None:
         options = [f"-Wl,-soname,{name}", *versions]
         empty = ["-x", "c", os.devnull, "-x", "none"]
         run([compiler, "-shared", "-fPIC", *options, "-o", str(folder / name), *empty, *linked])
-    # For -lcuda, with which Triton up to 3.2 links its launcher.
+    # Triton up to 3.2 links its launcher with -lcuda.
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
 
@@ -270,7 +270,7 @@ def _compiler() -> str:
 
 
 def _key(files: Iterable[Path]) -> str:
-    """Return a hash of names, sizes and times of ``files``, and of all else that decides."""
+    """Return a hash of names, sizes and times of ``files``, and of the build's other inputs."""
     found = [(str(path), path.stat()) for path in files]
     facts = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
     content = sha256(repr((facts, machine(), _FLAGS)).encode())

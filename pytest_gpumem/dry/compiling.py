@@ -1,7 +1,7 @@
 """Compilers on the dry device: no kernel is timed, constants are known, memory is in its own pool.
 
-A compiler that finds its results in a cache of an earlier run allocates less than one that does
-not. So no number may depend on what it allocates, reserved bytes included.
+A compiler that finds its results in a cache of an earlier run allocates less. So no number, not
+even reserved bytes, may depend on a compiler's allocations.
 
 Source: torch/_inductor/constant_folding.py and torch/_inductor/runtime/triton_heuristics.py,
 benchmarking.py and autotune_cache.py, torch 2.6 to 2.15; triton/runtime/autotuner.py, releases 3.2
@@ -30,44 +30,44 @@ from pytest_gpumem.simulated.common.patching import (
 
 Context = Callable[[], AbstractContextManager[object]]
 TIME = 1.0
-"""Milliseconds of every kernel: choices between two divide by one of them."""
+"""Milliseconds of every kernel; not zero, because comparisons divide by a time."""
 
 
 @contextmanager
 def skip_tuning(following: Context) -> Iterator[None]:
-    """Give each kernel inside the first configuration that can be launched, without timing any.
+    """Use the first configuration of each kernel that can be launched, without timing any.
 
-    What a cache on disk says of earlier timings is neither used nor changed: it may be a GPU's.
-    Inductor computes constants in a context of ``following``, where small tensors have values.
+    A cache of timings on disk is neither read nor written: it may be a GPU's. Inductor folds
+    constants in a context that ``following`` returns, in which small tensors have values.
     """
-    constants = {"torch._inductor.constant_folding": partial(_of_constants, following)}
-    with patched_when_imported({**_PLANS, **constants}), _noting_pools():
+    constants = {"torch._inductor.constant_folding": partial(_wrap_constant_folder, following)}
+    with patched_when_imported({**_PLANS, **constants}), _pools_recorded():
         yield
 
 
 _BEGIN = "_cuda_beginAllocateCurrentThreadToPool"
-"""Function since torch 2.7 (``use_mem_pool`` in torch/cuda/memory.py)."""
+"""The function of torch 2.7 and later (``use_mem_pool`` in torch/cuda/memory.py)."""
 _BEGINS = (_BEGIN, "_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool")
-"""With those of 2.6, which torch/_inductor/cudagraph_trees.py calls, too."""
+"""That function and those of 2.6; torch/_inductor/cudagraph_trees.py calls them, too."""
 _END = "_cuda_endAllocateToPool"
 _ENDS = (_END, "_cuda_endAllocateCurrentStreamToPool")
-"""With that of 2.6."""
+"""That function and the one of 2.6."""
 
 _receiving: set[tuple[int, int]] = set()
 """The pools that receive a thread's allocations, by identity."""
 
 
 @contextmanager
-def _noting_pools() -> Iterator[None]:
-    """Note which pools receive allocations, those of CUDA graphs that warm up included."""
+def _pools_recorded() -> Iterator[None]:
+    """Record which pools receive allocations, also in the warm-up of CUDA graphs."""
 
-    def noting(note: Callable[[Any], None], function: Callable[..., Any], *args: Any) -> None:
+    def recording(note: Callable[[Any], None], function: Callable[..., Any], *args: Any) -> None:
         function(*args)
         note(args[-1])
 
     notes = dict.fromkeys(_BEGINS, _receiving.add) | dict.fromkeys(_ENDS, _receiving.discard)
     functions = {
-        name: wrapped(getattr(torch._C, name), partial(noting, note))
+        name: wrapped(getattr(torch._C, name), partial(recording, note))
         for name, note in notes.items()
         if hasattr(torch._C, name)
     }
@@ -79,17 +79,17 @@ def _noting_pools() -> Iterator[None]:
 
 @contextmanager
 def separate_pool() -> Iterator[None]:
-    """Make the allocations inside in a pool of their own, but for the state of optimizers.
+    """Allocate from a separate pool inside, except for the state of optimizers.
 
-    Dynamo makes that while it traces a step (``_init_group`` in torch/_dynamo/variables/
-    optimizer.py), and moves steps that the host counted (``move_step_if_cpu``). The pool's segments
-    are gone at the end, but for those of blocks in use.
+    Dynamo allocates that state while it traces a step (``_init_group`` in torch/_dynamo/variables/
+    optimizer.py), and moves step counters to the GPU (``move_step_if_cpu``). At the end all
+    segments of the pool without live blocks are freed.
 
-    A pool must not end while another one receives allocations, as in a warm-up of Inductor's CUDA
-    graphs (``synchronize_and_free_events`` of CUDACachingAllocator.cpp in torch 2.11, which ends
-    the process; 2.15 does not), so that one goes on receiving them.
+    Does nothing while another pool receives allocations, as in the warm-up of Inductor's CUDA
+    graphs: the end of a pool would then abort the process in torch 2.11
+    (``synchronize_and_free_events`` of CUDACachingAllocator.cpp; not in 2.15).
     """
-    is_native = torch.cuda.get_allocator_backend() == "native"  # others have no pools
+    is_native = torch.cuda.get_allocator_backend() == "native"  # other backends have no pools
     if not is_native or _receiving or torch.cuda.is_current_stream_capturing():
         yield
         return
@@ -101,15 +101,17 @@ def separate_pool() -> Iterator[None]:
     makers = [traced, *((kind, "_init_group") for kind in torch.optim.Optimizer.__subclasses__())]
     for kind, name in makers if hasattr(torch._C, _BEGIN) else ():
         if name in vars(kind):
-            patches.wrap(kind, name, partial(_outside, pool))
+            patches.wrap(kind, name, partial(_in_default_pool, pool))
     with torch.cuda.use_mem_pool(pool), patches.applied():
         yield
 
 
-def _outside(pool: torch.cuda.MemPool, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _in_default_pool(
+    pool: torch.cuda.MemPool, call: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
     """Call ``call`` with its allocations in the default pool."""
     device = torch.cuda.current_device()
-    # As use_mem_pool ends: with another user a pool is never freed; 2.8 ends the process.
+    # As at the end of use_mem_pool: a pool with a second user is never freed, and 2.8 aborts.
     getattr(torch._C, _END)(device, pool.id)
     torch._C._cuda_releasePool(device, pool.id)
     try:
@@ -118,7 +120,7 @@ def _outside(pool: torch.cuda.MemPool, call: Callable[..., Any], *args: Any, **o
         getattr(torch._C, _BEGIN)(device, pool.id)
 
 
-def _of_constants(following: Context, patches: Patches, module: ModuleType) -> None:
+def _wrap_constant_folder(following: Context, patches: Patches, module: ModuleType) -> None:
     def run(fold: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with following():
             return fold(*args, **options)
@@ -126,25 +128,25 @@ def _of_constants(following: Context, patches: Patches, module: ModuleType) -> N
     patches.wrap(vars(module)["ConstantFolder"], "run", run)
 
 
-def _of_inductors_kernels(patches: Patches, module: ModuleType) -> None:
+def _patch_inductor_kernels(patches: Patches, module: ModuleType) -> None:
     patches.add(vars(module)["CachingAutotuner"], "bench", lambda *args, **options: TIME)
 
 
-def _of_inductors_choices(patches: Patches, module: ModuleType) -> None:
+def _patch_inductor_choices(patches: Patches, module: ModuleType) -> None:
     for kind in list(vars(module).values()):
         for name in ("benchmark_gpu", "benchmark_gpu_with_cuda_graph"):
             if isinstance(kind, type) and name in vars(kind):
                 patches.add(kind, name, lambda *args, **options: TIME)
 
 
-def _of_inductors_cache(patches: Patches, module: ModuleType) -> None:
+def _patch_inductor_cache(patches: Patches, module: ModuleType) -> None:
     patches.add(vars(module)["AutotuneCache"], "create", staticmethod(lambda *args: None))
 
 
-def _of_triton(patches: Patches, module: ModuleType) -> None:
+def _patch_triton(patches: Patches, module: ModuleType) -> None:
     kind = vars(module)["Autotuner"]
     tuned: WeakSet[Any] = WeakSet()
-    """The tuners that have found a configuration that can be launched."""
+    """The tuners that have launched a configuration."""
 
     def prune_configs(prune: Callable[..., Any], tuner: Any, *args: Any, **options: Any) -> Any:
         tuned.discard(tuner)
@@ -153,7 +155,7 @@ def _of_triton(patches: Patches, module: ModuleType) -> None:
     def do_bench(
         tuner: Any, launch: Callable[[], object], *args: Any, **options: Any
     ) -> list[float]:
-        if tuner in tuned:  # the others are not even compiled
+        if tuner in tuned:  # further configurations are not compiled
             return [math.inf] * 3
         launch()
         tuned.add(tuner)
@@ -167,8 +169,7 @@ def _of_triton(patches: Patches, module: ModuleType) -> None:
 
 
 def _without_copies(bench: Callable[..., Any], tuner: Any, *args: Any, **options: Any) -> Any:
-    """Call ``Autotuner._bench``: arguments that each run would change (``restore_value``) are not
-    copied, which happens before a configuration is known and never again after it is."""
+    """Call ``Autotuner._bench`` without its copies of changed arguments (``restore_value``)."""
     restored, tuner.restore_value = tuner.restore_value, []
     try:
         return bench(tuner, *args, **options)
@@ -182,8 +183,8 @@ def _without_disk(tuner: Any, key: object, configs: object, tune: Callable[[], o
 
 
 _PLANS: Mapping[str, Plan] = {
-    "torch._inductor.runtime.triton_heuristics": _of_inductors_kernels,
-    "torch._inductor.runtime.benchmarking": _of_inductors_choices,
-    "torch._inductor.runtime.autotune_cache": _of_inductors_cache,
-    "triton.runtime.autotuner": _of_triton,
+    "torch._inductor.runtime.triton_heuristics": _patch_inductor_kernels,
+    "torch._inductor.runtime.benchmarking": _patch_inductor_choices,
+    "torch._inductor.runtime.autotune_cache": _patch_inductor_cache,
+    "triton.runtime.autotuner": _patch_triton,
 }

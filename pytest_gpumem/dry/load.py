@@ -1,4 +1,4 @@
-"""Loading of the dry runtime, in this process or in those that it starts.
+"""Loading of the dry runtime, in this process or in its child processes.
 
 The runtime reads the GPU models of the catalogue from the environment.
 """
@@ -25,14 +25,14 @@ DEFAULT = "A100-40GB"
 DEVICES = "PYTEST_GPUMEM_DRY_DEVICES"
 """The variable that describes the GPUs; the runtime reads it at its first call."""
 MODELS = "PYTEST_GPUMEM_DRY"
-"""The variable that names them, as the user wrote them."""
+"""The variable with the GPUs' names, as the user wrote them."""
 SHARED = "PYTEST_GPUMEM_DRY_SHARED"
-"""The variable with the folder in which processes meet that have the GPUs together.
+"""The variable with the folder by which processes share the GPUs.
 
-Without it each process has them for itself.
+Without it each process has its own GPUs.
 """
 BY_PYTEST = "PYTEST_GPUMEM_DRY_BY_PYTEST"
-"""The variable of processes that pytest has given the GPUs, for its marked tests."""
+"""The variable that marks processes in which pytest has loaded the GPUs for marked tests."""
 _PRELOAD, _FOLDERS = "LD_PRELOAD", "LD_LIBRARY_PATH"
 
 _BEGIN = "pytest_gpumem_dry_begin"
@@ -42,7 +42,7 @@ _kept: list[ctypes.CDLL] = []
 
 
 def load(names: str) -> None:
-    """Give this process, and those that it starts, the GPUs of ``names``.
+    """Load the GPUs ``names`` in this process and its child processes.
 
     Torch must not have been imported. Raises :class:`DryError`, and ``GpuError`` for ``names``.
     """
@@ -52,20 +52,20 @@ def load(names: str) -> None:
         raise DryError("the dry device must be there before torch is imported, which it is already")
     os.environ.update(environment(names))
     folder = folder_of_build()
-    # The loader takes a library of a name that is loaded already for every later request, and
-    # looks for symbols among global libraries first.
+    # A loaded library serves every later request for its name, and the loader looks for symbols
+    # in global libraries first.
     for path in _libraries(folder):
         _kept.append(ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL))
 
 
 def is_loaded() -> bool:
-    """Return whether this process has the dry runtime, loaded by it or preloaded by the loader."""
+    """Return whether this process has the dry runtime, by :func:`load` or ``LD_PRELOAD``."""
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), _BEGIN)
 
 
 @contextmanager
 def inherited() -> Iterator[None]:
-    """Make processes that are started inside load the runtime, too."""
+    """Make child processes that are started inside load the runtime, too."""
     before = {name: os.environ.get(name) for name in (_PRELOAD, _FOLDERS)}
     inside = _searched(folder_of_build())
     os.environ.update(inside)
@@ -73,12 +73,12 @@ def inherited() -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            if os.environ.get(name) == inside[name]:  # the code inside has not changed it
+            if os.environ.get(name) == inside[name]:  # not changed by the code inside
                 _set(name, value)
 
 
 def disinherit() -> None:
-    """Make processes that are started from now on do without the runtime."""
+    """Make child processes that are started from now on run without the runtime."""
     own = {str(folder_of_build()), *_libraries(folder_of_build())}
     for name in (_PRELOAD, _FOLDERS):
         others = [one for one in os.environ.get(name, "").split(":") if one not in own]
@@ -93,12 +93,12 @@ def _set(name: str, value: str | None) -> None:
 
 
 def is_launched() -> bool:
-    """Return whether the whole program runs on the dry device, and pytest in it."""
+    """Return whether the whole program was started on the dry device."""
     return is_loaded() and BY_PYTEST not in os.environ
 
 
 def restart_placing() -> None:
-    """Place later segments of every GPU as in a new process, below those that are there."""
+    """Place later segments of every GPU as in a new process, below existing ones."""
     getattr(ctypes.CDLL(None), _BEGIN)()
 
 
@@ -146,8 +146,8 @@ def environment_of_option(names: str, memory: int | None = None) -> Mapping[str,
 def _searched(folder: Path) -> dict[str, str]:
     """Return the variables by which the loader finds the libraries in ``folder`` first."""
     return {
-        # All of them: torch's RPATH leads to NVIDIA's packages, and the loader looks there before
-        # it looks into the folders of LD_LIBRARY_PATH.
+        # Preload all of them: torch's RPATH names NVIDIA's packages, which the loader searches
+        # before the folders of LD_LIBRARY_PATH.
         _PRELOAD: _joined(_libraries(folder), os.environ.get(_PRELOAD)),
         _FOLDERS: _joined([str(folder)], os.environ.get(_FOLDERS)),
     }
@@ -167,9 +167,9 @@ def _joined(first: Sequence[str], others: str | None) -> str:
 def models_of(names: str) -> list[GpuModel]:
     """Return the GPUs of ``"A100-40GB*2,H100"``, one by one.
 
-    Instances of MIG that follow one another are of one GPU, as in
-    ``"A100-40GB/3g.20gb,A100-40GB/2g.10gb"``. Raises ``GpuError`` for a model or a number that does
-    not exist, and for instances that do not fit on their GPU.
+    Consecutive MIG instances belong to one GPU, as in ``"A100-40GB/3g.20gb,A100-40GB/2g.10gb"``.
+    Raises ``GpuError`` for a model or a number that does not exist, and for instances that do not
+    fit on their GPU.
     """
     machines = [catalogue.find_machine(name) for name in names.split(",")]
     models = [machine.model for machine in machines for _ in range(machine.count)]
@@ -184,7 +184,7 @@ def models_of(names: str) -> list[GpuModel]:
 
 
 def _divided(models: Sequence[GpuModel]) -> Iterator[Sequence[GpuModel]]:
-    """Yield whole GPUs, each alone, and instances with those of the same GPU."""
+    """Yield each whole GPU, and the MIG instances of each divided GPU, as a sequence."""
     for (_, divided), group in groupby(models, lambda one: (one.parent_name, bool(one.profile))):
         parts = list(group)
         yield from [parts] if divided else [[one] for one in parts]

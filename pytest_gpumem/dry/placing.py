@@ -1,10 +1,10 @@
-"""Fixtures that tests share, placed as in a process in which the present test is the first.
+"""Shared fixtures, whose blocks are placed as if the current test were the first of its process.
 
-A fixture lies beside what was set up before it, which is another fixture in another order of tests;
-so reserved bytes would depend on that order. Where other tests have come in between, the blocks of
-a test's fixtures are given back and taken again, in the order in which it asks for them: what a
-set-up took and gave back is repeated, and its tensors keep their storages, whose memory is then
-elsewhere. Pointers that a program has read before are those of the old place.
+The addresses of a fixture's blocks depend on the fixtures set up before it, and so on the order of
+tests; reserved bytes would, too. So after other tests have run, the blocks of a test's fixtures are
+freed and allocated again in the order in which the test requests the fixtures: the allocations and
+frees of each set-up are repeated, and its storages get the new addresses. Pointers that a program
+has read before refer to the old addresses.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pytest_gpumem.measurement.fixtures import Renewed
 from pytest_gpumem.measurement.statistics import Bytes
 
 KeepValues = Callable[[Sequence[int]], Callable[[Mapping[int, torch.Tensor]], None]]
-"""A function of the addresses of blocks that are given back, which returns a function of the
-tensors that have others since, by their old addresses."""
+"""Function called with the addresses of blocks that will move. It returns a function to be called
+after the move with the moved tensors by their old addresses."""
 
 
 class Fixtures:
-    """The fixtures of the tests, one test after the other."""
+    """The placement of the fixtures of one test after the other."""
 
     def __init__(self, blocks: Blocks, leftover: LeftoverBlocks, keep_values: KeepValues) -> None:
         self._blocks = blocks
         self._leftover = leftover
         self._keep_values = keep_values
         self._log = _Log()
-        # The body of a test gets others in their place.
+        # Torch's own functions: while a test runs they are replaced.
         self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
         self._spans: dict[object, BlockNumbers] = {}
@@ -50,19 +50,19 @@ class Fixtures:
     def begin(
         self, fixtures: Sequence[object], is_there: Callable[[object], bool], renewed: Renewed
     ) -> None:
-        """Begin a test that has ``fixtures`` in this order, of which some are there already."""
+        """Begin a test that requests ``fixtures`` in this order; some are set up already."""
         self._renewed = renewed
         self._expected = [one for one in fixtures if one in self._spans or not is_there(one)]
-        first = self._next()
+        first = self._pop_ready()
         if first and first == self._placed and self._have_own_segments(first):
             self._fill(first)
         else:
             self._place([], first)
 
     def begin_body(self) -> None:
-        """Place the fixtures that follow one which the test turned out not to use."""
+        """Place the fixtures that come after one that the test did not use."""
         self._expected = [one for one in self._expected if one in self._spans]
-        following = self._next()
+        following = self._pop_ready()
         if following:
             self._place(self._placed, following)
 
@@ -72,7 +72,7 @@ class Fixtures:
         first = self._blocks.last
         self._depth += 1
         try:
-            with self._log.kept(lambda events: self._take(fixture, events)):
+            with self._log.kept(lambda events: self._record(fixture, events)):
                 yield
         finally:
             self._depth -= 1
@@ -81,7 +81,7 @@ class Fixtures:
             self._expected.remove(fixture)
         if fixture in self._set_ups:
             self._placed.append(fixture)
-        following = [] if self._depth else self._next()
+        following = [] if self._depth else self._pop_ready()
         if following:
             self._place(self._placed, following)
 
@@ -92,13 +92,13 @@ class Fixtures:
         if fixture in self._placed:
             self._placed.remove(fixture)
 
-    def _take(self, fixture: object, events: Sequence[_Event]) -> None:
+    def _record(self, fixture: object, events: Sequence[_Event]) -> None:
         left = {at: (start, self._blocks.number(start)) for at, start in _left(events).items()}
         if left:
             self._set_ups[fixture] = _SetUp(events, left)
 
-    def _next(self) -> list[object]:
-        """Return the expected fixtures that are there, up to one that is not; expect the others."""
+    def _pop_ready(self) -> list[object]:
+        """Remove and return the expected fixtures before the first that is not set up yet."""
         found: list[object] = []
         while self._expected and self._expected[0] in self._spans:
             found.append(self._expected.pop(0))
@@ -121,7 +121,7 @@ class Fixtures:
         return True
 
     def _place(self, before: Sequence[object], fixtures: Sequence[object]) -> None:
-        """Place ``fixtures`` behind those ``before``."""
+        """Place ``fixtures`` after those in ``before``."""
         self._placed = [*before, *fixtures]
         tensors = self._tensors_of(fixtures) if fixtures else None
         if tensors is None:
@@ -133,13 +133,14 @@ class Fixtures:
         torch.cuda.empty_cache()
         self._fill(before)
         for one in fixtures:
-            self._again(one, moved)
+            self._repeat_set_up(one, moved)
         done({each.before: each.tensor for each in moved.values()})
 
     def _tensors_of(self, fixtures: Sequence[object]) -> Mapping[int, torch.Tensor] | None:
-        """Return a tensor of each block of ``fixtures`` that is still there, by its number.
+        """Return a tensor for each live block of ``fixtures``, by the block's number.
 
-        ``None`` where one cannot be moved: only C++ holds it, or it is a graph's or a stream's own.
+        ``None`` if a block cannot be moved: only C++ holds it, or it is from the pool of a graph or
+        of a side stream.
         """
         left = [place for one in fixtures for place in self._set_ups[one].left.values()]
         numbers = {number for start, number in left if self._blocks.number(start) == number}
@@ -152,7 +153,7 @@ class Fixtures:
         found = self._leftover.whole_tensors(numbers)
         return found if numbers <= movable and numbers == found.keys() else None
 
-    def _again(self, fixture: object, moved: Mapping[int, _Moved]) -> None:
+    def _repeat_set_up(self, fixture: object, moved: Mapping[int, _Moved]) -> None:
         set_up = self._set_ups[fixture]
         first, before = self._blocks.last, self._read("current")
         for device in before:
@@ -177,7 +178,7 @@ class Fixtures:
 
 
 class _Event(NamedTuple):
-    """A block that was handed out; with a negative size one that was taken back."""
+    """The allocation of a block, or its free, with a negative size."""
 
     start: int
     size: int
@@ -190,7 +191,7 @@ class _SetUp:
 
     events: Sequence[_Event]
     left: Mapping[int, tuple[int, int]]
-    """Address and number of each block that it has left, by the position of its event."""
+    """Address and number of each block that was not freed, by the position of its allocation."""
 
 
 class _Log:
@@ -206,7 +207,7 @@ class _Log:
 
     @contextmanager
     def kept(self, take: Callable[[Sequence[_Event]], None]) -> Iterator[None]:
-        """Give ``take`` the events inside, except those inside a nested such context."""
+        """Call ``take`` with the events inside, without those of a nested call of this."""
         self._log(1)
         begin = self._logged(None, 0)
         self._nested.append([])
@@ -233,7 +234,7 @@ class _Log:
 
 
 def _left(events: Sequence[_Event]) -> Mapping[int, int]:
-    """Return the addresses of the blocks that ``events`` leave, by their positions in these."""
+    """Return the addresses of blocks that are not freed, by the position of their allocation."""
     left: dict[int, int] = {}
     for at, event in enumerate(events):
         if event.size > 0:
@@ -244,7 +245,7 @@ def _left(events: Sequence[_Event]) -> Mapping[int, int]:
 
 
 class _Moved:
-    """A storage whose memory has been given back, to be taken again with its known values."""
+    """A storage whose memory has been freed, to be allocated again with its known values."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -265,7 +266,7 @@ class _Moved:
         self._storage.resize_(0)
 
     def take(self) -> int:
-        """Take memory again, and write the values to it; return its address."""
+        """Allocate memory again, and write the values to it; return its address."""
         self._storage.resize_(self._size)
         start = self._storage.data_ptr()
         know = ctypes.CDLL(None).pytest_gpumem_dry_know
@@ -277,9 +278,9 @@ class _Moved:
 
 
 def _repeat(events: Sequence[_Event], moved: Mapping[int, _Moved]) -> Mapping[int, int]:
-    """Repeat ``events``; return the addresses of what they leave, by position.
+    """Repeat ``events``; return the addresses of the blocks that are not freed, by position.
 
-    ``moved`` are the storages of such blocks, by position. Other blocks are given back at the end.
+    ``moved`` are the storages for such blocks, by position. Other blocks are freed at the end.
     """
     others: dict[int, int] = {}
     taken: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""A rank of several without the others, on torch's own process groups.
+"""A single rank of several, on torch's own process groups.
 
-NCCL's groups are torch's, over the runtime's stubs (``source/nccl.c``). A store that answers for
-the other ranks lets them begin; Gloo's groups, whose ranks would meet over the network, are
-torch's fake ones.
+NCCL groups are torch's own, over the runtime's stubs (``source/nccl.c``); a store that replies for
+the other ranks lets them start. Gloo groups, whose ranks would connect over the network, are
+replaced by torch's fake groups.
 
 Source: torch/distributed/distributed_c10d.py (``init_process_group``,
 ``_new_process_group_helper``), torch 2.6 to 2.15.
@@ -31,11 +31,12 @@ from pytest_gpumem.simulated.distributed.process_groups import Groups, initializ
 from pytest_gpumem.values.world import World
 
 _ID_BYTES = 128
-"""Bytes of ncclUniqueId, which a rank other than the first one reads from the store."""
+"""Bytes of ncclUniqueId, which all ranks but the first read from the store."""
 _AT_REBUILD = (2, 3)
-"""The forward pass at which DDP rebuilds its buckets, and that of a static graph (reducer.cpp)."""
+"""The forward pass at which DDP rebuilds its buckets, without and with a static graph
+(reducer.cpp)."""
 _LONG_STEP = 0.25
-"""Seconds after which the watchdog has looked."""
+"""Seconds after which NCCL's watchdog has run."""
 
 
 class SingleProcessStore(Store):
@@ -50,7 +51,7 @@ class SingleProcessStore(Store):
         self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return the written value, or as many zeros as a unique id of NCCL has."""
+        """Return the written value, or zeros of the length of NCCL's unique id."""
         return self._known.get(key, bytes(_ID_BYTES))
 
     def add(self, key: str, amount: int) -> int:
@@ -66,7 +67,7 @@ class SingleProcessStore(Store):
         return self._known[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Return True: all ``keys`` are taken to exist."""
+        """Return True, as if all ``keys`` existed."""
         return True
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -76,16 +77,16 @@ class SingleProcessStore(Store):
         """Ignore the timeout: the store never waits."""
 
     def clone(self) -> SingleProcessStore:
-        """Return itself: nothing depends on a store of its own."""
+        """Return itself: a separate store is not needed."""
         return self
 
 
 class DryRankProcessGroups(process_groups.RankProcessGroups):
-    """The groups of a rank, of torch's own NCCL, for as long as this object lives."""
+    """The process groups of a rank, until :meth:`close`."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        # C++ keeps its part of a store alive, but not its Python methods.
+        # C++ keeps its part of a store alive, but not the Python object with the methods.
         self._store = SingleProcessStore()
 
     @contextmanager
@@ -100,7 +101,7 @@ class DryRankProcessGroups(process_groups.RankProcessGroups):
         for owner in (dist, c10d):
             patches.add(owner, "init_process_group", init)
             patches.wrap(owner, "new_group", _new_group)
-        # A part of a group is a new group: only NCCL has the number of ranks of one color.
+        # Groups made by splitting become new groups: only NCCL knows the size of a color.
         for owner in (dist, c10d, device_mesh):
             if hasattr(owner, "split_group"):
                 patches.add(owner, "split_group", split_group)
@@ -112,11 +113,11 @@ class DryRankProcessGroups(process_groups.RankProcessGroups):
             yield
 
     def end_body(self) -> None:
-        """Wait until NCCL has let go of what the last collectives hold.
+        """Wait until NCCL has released the tensors of the last collectives.
 
-        The memory would be missing, or given back, in the next test. Since torch 2.8 the watchdog
-        leaves tensors to the next collective (``shelvesToUnstash_`` of ProcessGroupNCCL.cpp): one
-        without elements allocates nothing.
+        Else they would be freed during the next test. Since torch 2.8 the watchdog leaves tensors
+        to the next collective (``shelvesToUnstash_`` of ProcessGroupNCCL.cpp), so this runs one
+        without elements, which allocates nothing.
         """
         if not dist.is_initialized():
             return
@@ -127,7 +128,7 @@ class DryRankProcessGroups(process_groups.RankProcessGroups):
                 dist.all_reduce(torch.empty(0, device="cuda"), group=group)
 
     def close(self) -> None:
-        """Leave all groups: a watchdog of NCCL's that still runs would end the process."""
+        """Leave all groups: a watchdog thread of NCCL that still runs would end the process."""
         with self._groups.entered():
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -135,10 +136,10 @@ class DryRankProcessGroups(process_groups.RankProcessGroups):
 
 
 def _collectives(group: Any) -> int:
-    """Return how many collectives NCCL has run in ``group``, which may have another backend too.
+    """Return how many collectives NCCL has run in ``group``.
 
-    Such a group counts none itself (``ProcessGroup::getSequenceNumberForGroup`` of
-    torch/csrc/distributed/c10d/ProcessGroup.hpp, 2.6).
+    A group with several backends does not count them (``ProcessGroup::getSequenceNumberForGroup``
+    of torch/csrc/distributed/c10d/ProcessGroup.hpp, 2.6).
     """
     of_gpus = group._get_backend(torch.device("cuda"))
     return int(of_gpus._get_sequence_number_for_group())
@@ -147,9 +148,9 @@ def _collectives(group: Any) -> int:
 def _rebuild_buckets(calls: Counter[int], rebuild: Any, reducer: Any) -> Any:
     """Call ``Reducer._rebuild_buckets`` as late as on a GPU whose steps are long.
 
-    NCCL's watchdog, which looks every 100 ms (kWatchdogThreadSleepMillis of ProcessGroupNCCL.cpp),
-    lets go what the collectives of the first step hold: the buckets that new ones replace then.
-    ``calls`` counts those of each reducer.
+    NCCL's watchdog, which runs every 100 ms (kWatchdogThreadSleepMillis of ProcessGroupNCCL.cpp),
+    releases the tensors of the first step's collectives: the old buckets, which are then replaced.
+    ``calls`` counts the calls of each reducer.
     """
     calls[id(reducer)] += 1
     if calls[id(reducer)] in _AT_REBUILD:
@@ -162,10 +163,10 @@ def _rebuild_buckets(calls: Counter[int], rebuild: Any, reducer: Any) -> Any:
 
 
 def _broadcast_coalesced(broadcast: Any, *args: Any, **kwargs: Any) -> None:
-    """Call ``_broadcast_coalesced``, by which DDP begins; its copy is free when it returns.
+    """Call ``_broadcast_coalesced``, with which DDP begins, and free its copy of the weights.
 
-    Up to torch 2.7 a collective records its stream on what it is given (``avoidRecordStreams_`` of
-    ProcessGroupNCCL.cpp), and the copy of all weights would be there until the watchdog looks.
+    Up to torch 2.7 a collective calls ``record_stream`` on its tensors (``avoidRecordStreams_`` of
+    ProcessGroupNCCL.cpp), so that the copy would stay until the watchdog runs.
     """
     broadcast(*args, **kwargs)
     torch.cuda.synchronize()
@@ -183,5 +184,5 @@ def _new_group(
 
 
 def _without_gloo(backend: Any) -> str:
-    """Return ``backend`` with torch's fake group in the place of Gloo's."""
+    """Return ``backend`` with torch's fake backend in place of Gloo."""
     return str(backend).lower().replace("gloo", "fake")

@@ -1,8 +1,8 @@
-"""The visibility of the dry device: in marked tests and their fixtures, like the simulated one.
+"""The visibility of the dry device: only in marked tests and their fixtures, like a simulated one.
 
-The CUDA runtime always answers, because c10 reads the number of devices once in a process and keeps
-it (``device_count`` of c10/cuda/CUDAFunctions.cpp). So Python's functions on devices are replaced,
-and return that there are none.
+The runtime itself always reports the devices, because c10 reads their number only once in a process
+(``device_count`` of c10/cuda/CUDAFunctions.cpp). So torch's Python functions on devices are
+replaced by ones that report no device outside of such tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Scope:
         self.is_open = True
         self.is_closed_to_children = False
         self.is_limited = False
-        """Whether the functions have been replaced; they stay so."""
+        """Whether the functions have been replaced, which is never undone."""
 
 
 _SCOPE = _Scope()
@@ -30,7 +30,7 @@ _SCOPE = _Scope()
 def close(*, to_children: bool) -> None:
     """Hide the devices from now on, except inside :func:`opened`; torch may be imported later.
 
-    Processes that are started outside have none either where it is closed ``to_children``.
+    With ``to_children``, child processes started outside of it have no device either.
     """
     _SCOPE.is_open = False
     _SCOPE.is_closed_to_children = to_children
@@ -45,7 +45,7 @@ def close(*, to_children: bool) -> None:
 
 @contextmanager
 def opened(*, to_children: bool = True) -> Iterator[None]:
-    """Show the devices inside, and ``to_children``, the processes that are started inside."""
+    """Show the devices inside, and with ``to_children`` also in processes started inside."""
     with clear_cached_answers():
         if _SCOPE.is_open:
             yield

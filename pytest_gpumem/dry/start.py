@@ -16,15 +16,15 @@ from pytest_gpumem.options import Settings
 from pytest_gpumem.simulated.gpu.catalogue import GpuError
 
 _STARTED_ANEW = "PYTEST_GPUMEM_DRY_STARTED"
-"""The variable that keeps a process from starting itself anew a second time."""
+"""The variable that keeps a process from restarting itself a second time."""
 
 
 def begin_process(config: pytest.Config, settings: Settings, *, controls: bool) -> None:
-    """Give this process and those that it starts the GPUs of the ``settings``.
+    """Load the dry GPUs of the ``settings`` in this process and its child processes.
 
-    Where torch has been imported, pytest restarts itself once. The devices are visible everywhere,
-    or only inside marked tests; a process that ``controls`` workers runs none. Raises
-    ``pytest.UsageError``.
+    If torch has been imported, pytest restarts itself once. The settings decide whether the devices
+    are visible everywhere or only in marked tests; a process that ``controls`` workers runs no
+    tests. Raises ``pytest.UsageError``.
     """
     model = ",".join(settings.device.models)
     if settings.share:
@@ -33,7 +33,7 @@ def begin_process(config: pytest.Config, settings: Settings, *, controls: bool) 
         folder = default_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[SHARED] = str(folder)
-    # All that such a program starts has the device anyway.
+    # Child processes of such a program have the device anyway.
     kept = is_launched()
     try:
         if "torch" in sys.modules and not is_loaded():
@@ -63,7 +63,7 @@ def _restart(model: str, capturing: CaptureManager | None) -> None:
 
 
 def _is_pytest() -> bool:
-    """Return whether the process is the command pytest, and not a program that calls it."""
+    """Return whether this process is the command ``pytest``, not a program that calls pytest."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:

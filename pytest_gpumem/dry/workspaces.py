@@ -1,8 +1,8 @@
 """Workspaces of NVIDIA's libraries, estimated by the rules of the simulated device.
 
-When torch queries a library's workspace, the runtime (``source/libraries.c``) calls this module and
-gets the simulated device's estimate. It counts how many bytes of a peak are such estimates, and
-which calls are left out; the sentences are the simulated device's, too.
+When torch queries the size of a library's workspace, the runtime (``source/libraries.c``) calls
+this module, which returns the simulated device's estimate. The runtime counts the estimated bytes
+of each peak, and records calls without an estimate; the sentences are the simulated device's, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONVOLUTION, _RECURRENT, _PLACE, _ATTENTION, _SOLVER = 1, 2, 3, 4, 5
 
 _DIRECTIONS = (cudnn.FORWARD, cudnn.INPUT, cudnn.WEIGHT)
 _ELEMENT_BYTES = {0: 4, 1: 8, 2: 2, 9: 2}
-"""Data types by cudnnDataType_t: float, double, half and bfloat16."""
+"""Data types by cudnnDataType_t."""
 _FLOAT, _DOUBLE, _BFLOAT16 = 0, 1, 9
 _CELLS = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 """Kinds of networks by cudnnRNNMode_t."""
@@ -38,12 +38,12 @@ _ENDINGS = ("_bufferSizeExt", "_bufferSize", "_workEstimation", "_compute", "_v8
 
 
 _SENTENCES = [""]
-"""Sentences that the runtime stores by their positions."""
+"""Sentences, which the runtime refers to by their positions."""
 
 
 @cache
 def _number(sentence: str) -> int:
-    """Return the position of ``sentence``, which is added where it is new."""
+    """Return the position of ``sentence``; add it if it is new."""
     _SENTENCES.append(sentence)
     return len(_SENTENCES) - 1
 
@@ -52,14 +52,14 @@ _kept: list[object] = []
 
 
 def begin_answering() -> None:
-    """Answer the runtime's questions in this process from now on."""
+    """Answer the runtime's queries in this process from now on."""
     answer = _Answer(_answer)
     _kept.append(answer)
     _runtime().pytest_gpumem_dry_answer_with(answer)
 
 
 def forget() -> None:
-    """Begin a test: peaks, places and calls of earlier ones are cleared."""
+    """Clear the peaks, source lines and calls of earlier tests."""
     _runtime().pytest_gpumem_dry_forget_estimates()
     _runtime().pytest_gpumem_dry_forget_left_out()
 
@@ -67,9 +67,9 @@ def forget() -> None:
 def renew_dropout_states() -> None:
     """Make torch allocate the states of cuDNN's dropout again, as in a new process.
 
-    It keeps one for each GPU, and makes another when a recurrent layer runs after the generator has
-    been seeded (``get_dropout_state`` of aten/src/ATen/native/cudnn/RNN.cpp, torch 2.6 to 2.15). So
-    a layer runs here whose state has no bytes.
+    torch keeps a state for each GPU, and replaces it when a recurrent layer runs after seeding
+    (``get_dropout_state`` of aten/src/ATen/native/cudnn/RNN.cpp, torch 2.6 to 2.15). So this seeds
+    and runs a layer whose state has no bytes.
     """
     import torch
 
@@ -78,7 +78,7 @@ def renew_dropout_states() -> None:
         if not runtime.pytest_gpumem_dry_has_dropout_state(device):
             continue
         state = generator.get_state()
-        generator.set_state(state)  # which counts as seeding
+        generator.set_state(state)  # counts as seeding
         runtime.pytest_gpumem_dry_empty_dropout_states(1)
         try:
             with torch.no_grad(), torch.cuda.device(device):
@@ -99,7 +99,7 @@ def _run_layer() -> None:
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Exclude the block from peaks."""
+    """Exclude allocations inside from peaks."""
     _runtime().pytest_gpumem_dry_pause_estimates(1)
     try:
         yield
@@ -134,7 +134,7 @@ def notes(device: int) -> tuple[str, ...]:
 
 
 def _left_out() -> Iterator[tuple[str, str]]:
-    """Yield the library and the function of each call whose workspace is in no number."""
+    """Yield the library and the function of each call whose workspace is not estimated."""
     name_at = _runtime().pytest_gpumem_dry_left_out
     name_at.restype = ctypes.c_char_p
     index = 0
@@ -165,7 +165,7 @@ def _answer(question: int, numbers: _Pointer, count: int, answers: _Pointer) -> 
 
 
 def _convolution(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the workspace of a convolution's plan in bytes, and its purpose."""
+    """Return the bytes of a convolution's workspace, and the number of its sentence."""
     major, minor, direction, dtype, dims, *rest = numbers
     shapes = [tuple(rest[at * dims : (at + 1) * dims]) for at in range(6)]
     input, weight, output = shapes[:3]
@@ -193,7 +193,7 @@ def _convolution(numbers: Sequence[int]) -> Sequence[int]:
 
 
 def _reads_channels_last(direction: int, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Return cudnn_conv_suggest_memory_format of the two tensors that the convolution reads."""
+    """Return whether cudnn_conv_suggest_memory_format gives channels last for the two inputs."""
     from pytest_gpumem.simulated.operators.layout import is_channels_last
 
     written = {cudnn.FORWARD: 2, cudnn.INPUT: 0, cudnn.WEIGHT: 1}[_DIRECTIONS[direction]]
@@ -201,7 +201,7 @@ def _reads_channels_last(direction: int, shapes: Sequence[tuple[int, ...]]) -> b
 
 
 def _recurrent(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the bytes of a recurrent layer's workspace and of its reserve, and their purpose."""
+    """Return a recurrent layer's bytes of workspace and reserve, and their sentences' numbers."""
     cell, dtype, input, hidden, projected, layers, directions, batch, steps, rows, *flags = numbers
     is_packed, has_dropout, is_training = map(bool, flags)
     call = cudnn_rnn.Recurrent(
@@ -227,14 +227,14 @@ def _recurrent(numbers: Sequence[int]) -> Sequence[int]:
 
 
 def _solver(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the workspace of a routine of cuSOLVER in bytes, below 0 if it is unknown."""
+    """Return the bytes of a cuSOLVER routine's workspace, a negative number if unknown."""
     routine, major, minor, *matrix = numbers
     nbytes = cusolver.workspace_bytes(cusolver.ROUTINES[routine], (major, minor), *matrix)
     return (-1 if nbytes is None else nbytes,)
 
 
 def _place(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the sentence with the line of the user's code that runs."""
+    """Return the number of the sentence extended by the current line of the user's code."""
     from pytest_gpumem.simulated.common.callsite import user_line
 
     return (_number(f"{_SENTENCES[numbers[0]]} at {user_line()}"),)

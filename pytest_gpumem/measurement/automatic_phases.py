@@ -36,8 +36,8 @@ class _Step:
 
     phase: Phase | None
     frame: FrameType | None
-    """The frame that runs the step; ``None`` once it has ended. A closure that interrupts it leads
-    here, and is an argument of that frame: the cycle would keep the frame, and the step's loss."""
+    """The frame that runs the step; ``None`` once it has ended. The step's closure, an argument of
+    that frame, refers to this object: such a cycle would keep the frame and the step's loss."""
     thread: int
 
     @property
@@ -52,11 +52,11 @@ class _Step:
 
 
 class AutomaticPhases:
-    """The automatic phases of a body: the outermost call counts, whatever it calls.
+    """The automatic phases of a body: each is an outermost call, with all calls inside it.
 
-    Automatic phases never contain each other: a module that checkpointing runs again during
-    backward belongs to backward. A step that is handed a closure, as Lightning's loop does, is
-    interrupted while the closure runs: the forward and backward in there are phases of their own.
+    Automatic phases never nest: a module that checkpointing runs again during backward belongs to
+    backward. A step with a closure, as in Lightning's loop, is interrupted while the closure runs:
+    the forward and backward in the closure are separate phases.
     """
 
     def __init__(self, tracker: PhaseTracker, observer: MemoryObserver | None = None) -> None:
@@ -100,16 +100,16 @@ class AutomaticPhases:
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper of ``call``, ``Module.__call__``: the outermost call is a phase.
 
-        A profiler with ``with_stack=True`` takes whatever has the code of ``Module.__call__`` for
-        the call of a module, and its local variable ``self`` for the module (``recordPyCall`` of
+        A profiler with ``with_stack=True`` records each frame with the code of ``Module.__call__``
+        as the call of a module, which is its local variable ``self`` (``recordPyCall`` of
         torch/csrc/autograd/profiler_python.cpp, torch 2.6 to 2.15).
         """
         phases, is_compiling = self, torch.compiler.is_compiling
 
         @functools.wraps(call)
         def called(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # Modules inside modules call this, too, a thousand times a step.
-            if is_compiling():  # it would become part of the graph, or break it
+            # Nested modules call this, too, some thousand times a step: it must be fast.
+            if is_compiling():  # a phase would become part of the graph, or break it
                 return call(self, *args, **kwargs)
             if phases._busy and (phases._step is None or not phases._abandoned_step()):
                 return call(self, *args, **kwargs)
@@ -138,14 +138,14 @@ class AutomaticPhases:
         if self._observer is not None:
             self._observer.begin(STEP)
         step = self._step = _Step(self._tracker.enter(STEP), sys._getframe(1), get_ident())
-        # Arguments that the step is called with instead, where they have a closure.
+        # A pre-hook of torch replaces the step's arguments by its result, here for a closure.
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
-            return (args[0], self._interrupting(step, args[1]), *args[2:]), kwargs
+            return (args[0], self._wrapped_closure(step, args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._interrupting(step, kwargs["closure"])}
+            return args, {**kwargs, "closure": self._wrapped_closure(step, kwargs["closure"])}
         return None
 
-    def _interrupting(self, step: _Step, closure: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped_closure(self, step: _Step, closure: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if step is not self._step or step.phase is None:
                 return closure(*args, **kwargs)
@@ -156,7 +156,7 @@ class AutomaticPhases:
                 with self._tracker.interrupted(step.phase):
                     return closure(*args, **kwargs)
             finally:
-                self._close_step()  # one inside that was left by an exception
+                self._close_step()  # a nested step that an exception has ended
                 self._step, self._busy = step, True
                 if self._observer is not None:
                     self._observer.begin(STEP)

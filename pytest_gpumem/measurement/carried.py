@@ -23,15 +23,15 @@ from pytest_gpumem.measurement.recorded import Recorder
 from pytest_gpumem.simulated.common.callsite import is_internal
 
 MOST_INSPECTIONS = 5
-"""The number of forwards at whose beginning live blocks are inspected: one to know what was there
-before, one more for what a first step alone makes, and three for two growths."""
+"""The number of forwards before which live blocks are inspected: the first for the blocks from
+before the loop, the second for those that only a first step makes, three more for two growths."""
 MOST_HOLDERS = 3
-"""The most variables that are named: where two keep the same, a comparison tells which is new."""
+"""The most variables that are named: of two that keep the same, a comparison shows the new one."""
 DEEPEST = 3
 """The deepest nesting of containers that is inspected."""
 
-_TESTERS = ("_pytest", "pluggy", "pytest_gpumem")
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_TEST_PACKAGES = ("_pytest", "pluggy", "pytest_gpumem")
+_MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
 
 _Variable = tuple[str, str, Any]
@@ -52,23 +52,23 @@ class _Kept(NamedTuple):
 
     nbytes: int
     graph: int
-    """The ones among them that only the graph of its tensors keeps."""
+    """The bytes among them that only the autograd graph of its tensors keeps."""
     batches: bool
-    """Whether all of them may be batches, of this step or of one to come."""
+    """Whether all of them may be batches, of this step or a later one."""
 
 
 class Carried:
     """Blocks that earlier forwards have left, collected at the beginning of each forward.
 
-    These are blocks made since the first one began, and by no backward, that no module and no
-    optimizer holds, and that are not the new batch.
+    They are blocks allocated after the first forward began, but not by backward. Blocks that
+    modules or optimizers hold, and the new batch, do not count.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._first: set[int] | None = None
         self.end: Positions = ()
-        """The position of the allocators at the end of the last forward."""
+        """The positions of the allocators at the end of the last forward."""
         self._forwards = 0
         self._bytes: list[int] = []
         self._seen: list[dict[_Holder, _Kept]] = []
@@ -99,7 +99,7 @@ class Carried:
                 brought.add(address)
             if origin is None or not origin.has_node:
                 unrecorded.add(address)
-        # Those of this step's batch are no remains of an earlier one.
+        # This step's batch is not left by an earlier step.
         since = self._recorder.events(device, position_on(device, self.end))
         made = {event.address for event in since if event.is_alloc}
         batch = made & (brought | unrecorded) | brought & arguments
@@ -114,7 +114,7 @@ class Carried:
         self._seen.append(_kept_by_variables(left, brought | arguments) if left else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: the left bytes at each inspection, and their largest holders."""
+        """Return the JSON form: the bytes left at each inspection, and their largest holders."""
         if not any(self._bytes):
             return {}
         last = next((seen for seen in reversed(self._seen) if seen), {})
@@ -135,7 +135,7 @@ class Carried:
 
 
 def _kept_by_variables(left: Mapping[int, int], batches: set[int]) -> dict[_Holder, _Kept]:
-    """Return the variables that keep some of the ``left`` blocks, themselves or by a graph.
+    """Return the variables that keep some of the ``left`` blocks, directly or by a graph.
 
     ``batches`` are the addresses of blocks that may be batches.
     """
@@ -156,12 +156,12 @@ def _kept_by_variables(left: Mapping[int, int], batches: set[int]) -> dict[_Hold
 
 
 def _variables() -> Iterator[_Variable]:
-    """Yield the variables of the user's functions that run, and of their modules."""
+    """Yield the locals of the user's functions on the stack, and the globals of their modules."""
     frame: FrameType | None = sys._getframe(1)
     modules: set[str] = set()
     while frame is not None:
         owner = str(frame.f_globals.get("__name__", ""))
-        if owner.partition(".")[0] in _TESTERS and modules:
+        if owner.partition(".")[0] in _TEST_PACKAGES and modules:
             return
         if not is_internal(frame.f_code.co_filename):
             function = frame.f_code.co_name
@@ -173,10 +173,10 @@ def _variables() -> Iterator[_Variable]:
 
 
 def _locals(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of ``frame``, without making it keep them alive.
+    """Return the local variables of ``frame``, without keeping them alive.
 
-    Until Python 3.12 a frame keeps the dictionary that it returns, and so values that the
-    function has released since.
+    Until Python 3.12 a frame keeps the dictionary that ``f_locals`` returns, and with it values
+    that the function releases later.
     """
     shown = frame.f_locals
     found = dict(shown)
@@ -201,7 +201,7 @@ def _named(variables: Mapping[str, Any], where: str) -> Iterator[_Variable]:
 
 def _attributes(owner: Any, name: str, where: str) -> Iterator[_Variable]:
     for attribute, value in list(attributes_of(owner).items()):
-        if attribute not in _OF_MODULES and is_a(value, torch.Tensor, *CONTAINERS):
+        if attribute not in _MODULE_DICTS and is_a(value, torch.Tensor, *CONTAINERS):
             yield f"{name}.{attribute}", where, value
 
 
@@ -209,16 +209,16 @@ MOST_NODES = 20_000
 """The most nodes that are visited: a step of a large model has some thousands."""
 
 _RAW = "_raw_saved_"
-"""Prefix of the attributes of a node that give a saved tensor as it is packed
+"""Prefix of a node's attributes that return a saved tensor without unpacking it
 (tools/autograd/gen_autograd_functions.py)."""
 
 
 def saved_by_graphs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the tensors that the graphs of ``tensors`` keep for backward.
 
-    Saved tensors are read as they are packed: unpacking runs hooks, which under checkpointing
-    compute a module again. Results of hooks are left out, and backward has removed the tensors that
-    it freed. Releases that do not show packed tensors yield nothing: 2.6 does not, 2.11 does.
+    Saved tensors are read without unpacking them, which would run hooks: those of checkpointing
+    compute a module again. Tensors packed by hooks, and those that backward has freed, are left
+    out. Releases without access to packed tensors yield nothing: 2.6 has none, 2.11 has it.
     """
     queue = [node for tensor in tensors if (node := part_of(tensor, "grad_fn")) is not None]
     seen: set[Any] = set()
@@ -235,7 +235,7 @@ def saved_by_graphs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         for name in names[kind]:
             try:
                 saved = getattr(node, name)
-            except RuntimeError:  # a Python function whose tensors backward has freed
+            except RuntimeError:  # backward has freed the tensors of a Python function
                 continue
             yield from _packed(saved)
 

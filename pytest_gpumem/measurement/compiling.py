@@ -1,10 +1,10 @@
 """Allocations of torch while it compiles, kept out of the peaks of the test that compiles.
 
-Inductor measures kernels on copies of their arguments and beside a buffer that empties the cache,
+Inductor benchmarks kernels with copies of their arguments and a buffer that flushes the L2 cache,
 and folds constants. It frees all of that before the first call continues. Dynamo reports when it
-compiles a frame or a backward pass; kernels with several configurations are measured when they are
-first launched, those of ``triton.autotune``, too. The recording of a CUDA graph is no compiling:
-its pool belongs to the program.
+compiles a frame or a backward pass. Kernels with several configurations, also those of
+``triton.autotune``, are benchmarked at their first launch. The capture of a CUDA graph does not
+count as compiling: its pool belongs to the program.
 
 Source: torch/_dynamo/callback.py and torch/_inductor/runtime/triton_heuristics.py, torch 2.6 to
 2.15; triton/runtime/autotuner.py, releases 3.2 to 3.9.
@@ -24,7 +24,7 @@ from pytest_gpumem.measurement.phases import PhaseTracker
 from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 
 CompileContext = Callable[[], AbstractContextManager[object]]
-"""Returns a context in which torch compiles."""
+"""Function that returns a context manager around compilation."""
 
 _CALLBACKS = "torch._dynamo.callback"
 _HEURISTICS = "torch._inductor.runtime.triton_heuristics"
@@ -32,20 +32,19 @@ _TUNERS = {
     _HEURISTICS: (_HEURISTICS, "CachingAutotuner", "autotune_to_one_config"),
     "triton": ("triton.runtime.autotuner", "Autotuner", "_bench"),
 }
-"""By the module whose import is waited for, the module, class and method that measures a kernel.
+"""Module, class and method that benchmarks a kernel; it is wrapped after the key's import.
 
-A device replaces names of Triton when that has been imported whole: what is wrapped earlier would
-be put back, at the end of the test, over the replacement."""
+A device replaces names of Triton after its whole import. A wrapper made earlier would, when the
+test ends, restore the original over that replacement."""
 _RECORDING = "CUDAGRAPH_RECORDING"
 
 
 class Compiling:
     """A guard that keeps peaks during compilation out of the phases of ``tracker``.
 
-    Torch compiles, and kernels are measured, inside of ``context()`` if that is given;
-    then frames that compilers leave behind, whose variables hold tensors of the test until the
-    garbage collector runs, are cleared, too: a compiler that finds its results in a cache leaves
-    none.
+    Torch compiles and benchmarks inside of ``context()``, if given. Then frames that compilers
+    leave behind are cleared, too: their variables hold tensors of the test until the garbage
+    collector runs, but only if the compiler did not find its results in a cache.
     """
 
     def __init__(self, tracker: PhaseTracker, context: CompileContext | None = None) -> None:
@@ -59,7 +58,7 @@ class Compiling:
     def watched(self) -> Iterator[None]:
         """Register callbacks for each compilation inside."""
         plans = {name: partial(self._wrap_tuner, *place) for name, place in _TUNERS.items()}
-        # Their import takes as long as torch's, and only programs that compile need it.
+        # Importing them takes as long as importing torch, and only programs that compile need it.
         with patched_when_imported({_CALLBACKS: self._listen, **plans}):
             try:
                 yield
@@ -88,7 +87,7 @@ class Compiling:
         self, module: str, kind: str, method: str, patches: Patches, _: ModuleType
     ) -> None:
         tuner = getattr(sys.modules.get(module), kind, None)
-        if hasattr(tuner, method):  # else it is another release
+        if hasattr(tuner, method):  # missing in other releases of Triton
             patches.wrap(tuner, method, self._measure)
 
     def _measure(self, measure: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -42,7 +42,7 @@ class Beginning:
 
 
 class PeakRecorder:
-    """An account of the bytes of one test: the compositions of its peaks, and its leaks."""
+    """The recorded blocks of one test: the compositions of its peaks, and its leaks."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class PeakRecorder:
         self.timelines = timelines
         """Whether a report shows the allocated bytes over time."""
         self._classify, self._locate = classify, locate
-        """Functions that :class:`History` takes: a block's final category, an allocation's line."""
+        """Functions for :class:`History`: a block's final category, an allocation's source line."""
         self._recorder = recorder
         self._root = root
         self._set_up = self._beginning = Beginning((), {}, {})
@@ -65,7 +65,7 @@ class PeakRecorder:
         self.positions = recorder.positions
 
     def set_up(self) -> None:
-        """Record the state before the test's fixtures are set up, which may have phases, too."""
+        """Record the state before the test's fixtures are set up: they may have phases, too."""
         self._set_up = self._current_state(None)
 
     def _current_state(self, own: frozenset[Block] | None, *, segments: bool = False) -> Beginning:
@@ -83,7 +83,7 @@ class PeakRecorder:
         return Beginning(positions, held, known)
 
     def begin(self, fixtures: Iterable[Any], own: frozenset[Block] | None) -> None:
-        """Begin a run of the body; ``fixtures`` are the values that the test was given.
+        """Begin a run of the body; ``fixtures`` are the values of the test's fixtures.
 
         ``own`` are the test's blocks, ``None`` where there are no others.
         """
@@ -92,7 +92,7 @@ class PeakRecorder:
         self._beginning = self._current_state(own, segments=self.timelines)
 
     def watch(self, values: Iterable[Any]) -> None:
-        """Watch the modules and optimizers among ``values`` and directly inside of them."""
+        """Watch the modules and optimizers among ``values``, and those directly inside a value."""
         for value in values:
             inner: Iterable[Any] = ()
             if is_a(value, *CONTAINERS):
@@ -109,7 +109,7 @@ class PeakRecorder:
         self._end = self._recorder.positions()
 
     def facts(self, sites: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the run's facts, and the releases of the libraries that ``sites`` name."""
+        """Return the run's facts, and the versions of the libraries that ``sites`` name."""
         libraries = releases_of(filter(None, (site.get("site") for site in sites)), self._root)
         found = self.observer.facts.to_dict()
         return {**found, "libraries": libraries} if libraries else found
@@ -136,7 +136,7 @@ class PeakRecorder:
         )
 
     def compositions(self, device: int, tracker: PhaseTracker) -> dict[str, Composition]:
-        """Return the compositions at the peaks of the fixtures' phases before the run."""
+        """Return the compositions at the peaks of phases in the fixtures' set-up."""
         begin = position_on(device, self._beginning.positions)
         windows = [window for phase in tracker.phases.values() for window in phase.windows]
         if all(position_on(device, opened) >= begin for opened, _ in windows):
@@ -211,7 +211,7 @@ def add_compositions(
 
 
 def explained_by(first: Measurement, again: Measurement) -> Measurement:
-    """Return the numbers of ``first`` with the explanations of ``again``, the same run repeated."""
+    """Return the numbers of ``first`` with the explanations of ``again``, its repetition."""
     found = {
         name: Composition(phase.composition, tuple(map(Site.from_dict, phase.sites)))
         for name, phase in again.phases.items()
@@ -228,7 +228,7 @@ def leaks(
 ) -> tuple[dict[str, Any], ...]:
     """Return the sites of the leaked ``blocks`` on ``device``.
 
-    Their holders are searched only where they are to be ``named``: that reads the whole heap.
+    Their holders are searched only if they are to be ``named``: the search reads the whole heap.
     """
     left = frozenset(block for block in blocks if block.device == device)
     addresses = {block.address for block in left}

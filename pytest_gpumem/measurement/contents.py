@@ -1,8 +1,8 @@
-"""The contents of objects of the user, read without running the user's code.
+"""The contents of the user's objects, read without running the user's code.
 
-A mapping may import modules when its values are asked for, a proxy may compute its ``__class__``
-from an object that is not there yet. So containers are read by the methods of the built-in type
-that they derive from, and kinds are told by ``type()``.
+Reading the values of a mapping may import modules, and the ``__class__`` of a proxy may be computed
+from an object that does not exist yet. So containers are read by the methods of the built-in type
+that they derive from, and types are read by ``type()``.
 
 Sources of sharded parameters: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (``FSDPParam``),
 _fsdp_state.py, torch/distributed/_composable_state.py and torch/utils/_python_dispatch.py, torch
@@ -41,7 +41,7 @@ def is_a(value: Any, *kinds: type) -> bool:
 
 
 def attributes_of(value: Any) -> Mapping[str, Any]:
-    """Return the attributes that ``value`` has itself; empty for an object without any."""
+    """Return the attributes of the instance ``value``, without its class's; empty for none."""
     try:
         found: Any = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -50,9 +50,9 @@ def attributes_of(value: Any) -> Mapping[str, Any]:
 
 
 def items_of(container: Any, most: int | None = None) -> list[tuple[Any, Any]]:
-    """Return the keys or indices of a container with their values, the first ``most`` of them.
+    """Return at most ``most`` keys or indices of a container, with their values.
 
-    Empty for anything else.
+    The result is empty for an object that is no container.
     """
     read = next((items for kind, items in _ITEMS.items() if is_a(container, kind)), None)
     return [] if read is None else list(islice(read(container), most))
@@ -68,9 +68,9 @@ def tensors_in(value: Any, levels: int) -> Iterator[torch.Tensor]:
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, str, Any]]:
-    """Yield key, name and value of what ``optimizer`` keeps, most of it by parameter.
+    """Yield key, name and value of each entry in the state of ``optimizer``.
 
-    Optimizers of libraries also have numbers and tensors there, by names of their own.
+    The key is a parameter, or, in optimizers of libraries, the name of a number or tensor.
     """
     for key, held in items_of(optimizer.state):
         if is_a(held, *CONTAINERS):
@@ -82,8 +82,8 @@ def states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, str, Any]
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address of the storage of ``tensor`` on a GPU; 0 where there is none.
 
-    A sparse tensor has no storage of its own, a lazy module's parameter no shape yet, and a tensor
-    of a compiled graph raises an error once a replay has overwritten it.
+    A sparse tensor has no storage, a lazy module's parameter no shape yet, and reading a tensor of
+    a compiled graph raises an error once a replay has overwritten it.
     """
     try:
         return tensor.untyped_storage().data_ptr() if tensor.is_cuda else 0
@@ -95,7 +95,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have the memory of ``tensor``: a DTensor's is its local one's."""
+    """Yield the tensors that hold the memory of ``tensor``: of a DTensor, its local tensor."""
     whole: Any = tensor
     if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(whole):
         yield tensor
@@ -110,10 +110,10 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def sharded_parameters(
     part: torch.nn.Module,
 ) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    """Yield owner, name and parameter of those that ``fully_shard`` keeps for ``part`` elsewhere.
+    """Yield owner, name and parameter of the unregistered parameters of a ``fully_shard`` module.
 
-    While a module is whole its shards are not registered, and the whole ones are not otherwise;
-    these hold the gradients of steps that do not reduce them.
+    While ``part`` is unsharded, these are its shards. Otherwise they are the unsharded parameters,
+    which hold the gradients of steps without gradient reduction.
     """
     for each in _sharded_by(part):
         owner, name = each._module_info.module, each._module_info.param_name
@@ -133,12 +133,12 @@ def accumulated_gradients(
 
 
 def _sharded_by(part: torch.nn.Module) -> Iterator[Any]:
-    """Yield the ``fully_shard`` data of each parameter of the group of ``part``."""
+    """Yield the ``FSDPParam`` of each parameter in the groups of ``part``."""
     states = sys.modules.get("torch.distributed._composable_state")
     state: Any = states._get_module_state(part) if states else None
     if hasattr(state, "_fsdp_param_groups"):
         groups = state._fsdp_param_groups
-    else:  # one alone, before torch 2.12
+    else:  # a single group, before torch 2.12
         groups = [getattr(state, "_fsdp_param_group", None)]
     for group in groups:
         if group is not None:

@@ -32,7 +32,7 @@ class NvmlMode(Plain):
     vgpu: bool = False
     mps: bool = False
     exclusive_process: bool = False
-    """Whether one process at a time may have a context; under MPS its server is that process."""
+    """Whether only one process at a time may have a context; under MPS, that is its server."""
     prohibited: bool = False
     """Whether no process may have a context."""
     limited_by: str | None = None
@@ -44,8 +44,8 @@ class NvmlMode(Plain):
     def partition(self) -> str:
         """The mode that numbers may depend on: ``MIG-1g.5gb``, ``vGPU``, ``MPS`` or a combination.
 
-        Empty for a whole device in its default mode. A limit counts without its size: the
-        allocator's numbers do not depend on memory that it may not have.
+        Empty for a whole device in its default mode. The size of a limit is not part of it: the
+        allocator's numbers do not depend on the amount of memory.
         """
         parts = (
             None if self.mig_profile is None else f"MIG-{self.mig_profile}".rstrip("-"),
@@ -77,9 +77,9 @@ class NvmlMode(Plain):
 
 
 def mps_daemon_runs(environ: Mapping[str, str]) -> bool:
-    """Return whether processes of this environment would be clients of MPS.
+    """Return whether processes with this environment would be clients of MPS.
 
-    They are if CUDA_MPS_PIPE_DIRECTORY is set; else the daemon's PID file decides.
+    They are if CUDA_MPS_PIPE_DIRECTORY is set, or if the process in the daemon's PID file runs.
     """
     if "CUDA_MPS_PIPE_DIRECTORY" in environ:
         return True
@@ -89,7 +89,7 @@ def mps_daemon_runs(environ: Mapping[str, str]) -> bool:
         return False
     import psutil
 
-    # Not os.kill(pid, 0), which is a mere test under Linux and macOS only: Windows sends Ctrl-C.
+    # Not os.kill(pid, 0): on Windows that sends Ctrl-C instead of only testing the process.
     return bool(psutil.pid_exists(pid))
 
 
@@ -103,7 +103,7 @@ def container_limit(
     if hami := _hami_limit(environ, index):
         return "HAMi", hami
     if any(name.startswith("CUDA_DEVICE_SM_LIMIT") for name in environ):
-        return "HAMi", None  # the container has the whole memory and a part of the time
+        return "HAMi", None  # HAMi limits the container's compute time, not its memory
     cgpu = _cgpu_limit(environ, total)
     return None if cgpu is None else ("cGPU", cgpu)
 
@@ -122,7 +122,7 @@ def _hami_limit(environ: Mapping[str, str], index: int) -> int | None:
 
 
 def _cgpu_limit(environ: Mapping[str, str], total: int) -> int | None:
-    """Return the bytes by Alibaba's cGPU: some of the GiB that its variables divide the card into.
+    """Return the bytes by Alibaba's cGPU, whose variables give the container's GiB of the card.
 
     Source: Alibaba Cloud, "Use Docker to install and use cGPU": CGPU_DISABLE switches it off, and
     without ALIYUN_COM_GPU_MEM_CONTAINER it does not start. NVML in the container shows only the

@@ -1,6 +1,6 @@
 """Events of a running test that memory depends on, recorded as evidence for causes.
 
-Memory that libraries keep on the device until the process ends, workspaces, masks and histories, is
+Some libraries keep workspaces, masks and histories on the device until the process ends; these are
 no leak of a test. Source: Transformer Engine 2.8, pytorch/module/base.py (``get_workspace``),
 pytorch/fp8.py (``FP8GlobalStateManager``) and pytorch/attention/dot_product_attention/utils.py and
 softmax.py.
@@ -25,21 +25,22 @@ from pytest_gpumem.measurement.recorded import Recorder
 from pytest_gpumem.values.errors import SimulationError
 
 MOST_NAMES = 20
-"""The most modules that are named of each kind: baselines keep them, a sentence names three."""
+"""The most modules that are named of each kind. Baselines store them; a sentence names three."""
 MOST_LARGEST = 8
-"""The number of a model's parameters whose shapes are kept: the kinds of weights of a transformer's
-block with its embedding and head, whose numbers are one name."""
+"""The number of a model's parameters whose shapes are kept: enough for the weights of one
+transformer block, as numbered blocks share a name, with embedding and head."""
 
 _SHARDING = ("FSDPModule", "FullyShardedDataParallel")
-"""Classes of torch that a module has where its parameters are sharded."""
+"""Classes of torch that show that a module's parameters are sharded."""
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Dtypes that some fused kernel of attention takes: ``check_tensor_dtype`` in
+"""Dtypes that some fused attention kernel supports: ``check_tensor_dtype`` in
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
 _BFLOAT16_SINCE = 8, 0
-"""The compute capability from which the memory-efficient kernel takes bfloat16."""
+"""The lowest compute capability with bfloat16 in the memory-efficient kernel."""
 _ALIGNED_HEAD = 8
-"""Elements that a head is a multiple of, in half precision (``check_head_dim_size_*``)."""
+"""Elements of which a head's size has to be a multiple in half precision
+(``check_head_dim_size_*``)."""
 
 
 class Facts:
@@ -57,7 +58,7 @@ class Facts:
         self._attention: dict[str, int] = {}
         self._unfused: dict[str, None] = {}
         self.failed_unfused = ""
-        """The reason why the attention kernel in which memory ran out was not a fused one."""
+        """The reason why the attention in which memory ran out used no fused kernel."""
         self.carried = Carried(recorder)
 
     def forward(
@@ -95,7 +96,7 @@ class Facts:
         }
 
     def given(self, tensor: torch.Tensor) -> None:
-        """Record the shape of a ``tensor`` that a model is called with, one of numbers."""
+        """Record the shape of a ``tensor`` of numbers that a model is called with."""
         shape = tuple(tensor.shape)
         is_new = shape not in self._inputs and len(self._inputs) < MOST_LARGEST
         if is_new and all(type(size) is int for size in shape):  # a jagged tensor has a symbol
@@ -127,7 +128,7 @@ class Facts:
             self._optimizers[kind] = {"kind": _implementation(optimizer), "state": sorted(names)}
 
     def called(self, path: str, arguments: tuple[Any, ...]) -> None:
-        """Record the memory layout of an image among the ``arguments`` of a module."""
+        """Record whether an image among a module's ``arguments`` is channels last."""
         image = arguments[0] if arguments else None
         if isinstance(image, torch.Tensor) and image.dim() == 4 and image.is_cuda:
             last = image.is_contiguous(memory_format=torch.channels_last)
@@ -137,7 +138,7 @@ class Facts:
     def attends(self, *params: Any) -> str:
         """Record a call of attention on query, key, value, mask, dropout, causality and grouping.
 
-        Returns why no fused kernel takes it, empty where one does or torch cannot tell.
+        Returns why no fused kernel supports it; empty if one does or torch cannot tell.
         """
         query = params[0]
         if not isinstance(query, torch.Tensor) or not query.is_cuda:
@@ -174,8 +175,8 @@ class Facts:
 
 
 def _implementation(optimizer: torch.optim.Optimizer) -> str:
-    """Return ``fused``, ``foreach`` or ``for-loop``: ``_default_to_fused_or_foreach`` in
-    torch/optim/optimizer.py takes the second where neither is requested and all is on CUDA."""
+    """Return ``fused``, ``foreach`` or ``for-loop``; ``foreach`` is the default on CUDA
+    (``_default_to_fused_or_foreach`` in torch/optim/optimizer.py)."""
     group: Mapping[str, Any] = optimizer.param_groups[0]
     if group.get("fused"):
         return "fused"
@@ -190,7 +191,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _has_fused_kernel(*params: Any) -> bool | None:
-    """Return whether a fused kernel takes such a call; ``None`` where torch cannot tell."""
+    """Return whether a fused kernel supports such a call; ``None`` where torch cannot tell."""
     cuda = torch.backends.cuda
     try:
         call = cuda.SDPAParams(*params)
@@ -226,11 +227,11 @@ _KEPT = (
     (f"{_ATTENTION}.softmax", ("_default_causal_mask",)),
     (f"{_ATTENTION}.dot_product_attention", ("_alibi_cache",)),
 )
-"""Modules, and the paths of the attributes that hold such memory."""
+"""The attributes that hold memory until the process ends, by module."""
 
 
 def kept_by_libraries() -> list[Any]:
-    """Return the objects that imported libraries keep."""
+    """Return the objects that imported libraries keep until the process ends."""
     values: list[Any] = []
     for module, path in _KEPT:
         value: Any = sys.modules.get(module)
@@ -241,7 +242,7 @@ def kept_by_libraries() -> list[Any]:
 
 
 def releases_of(sites: Iterable[str], root: str) -> dict[str, str]:
-    """Return the installed releases, by name, of the packages in which ``sites``, path:line, lie.
+    """Return the installed versions, by name, of the packages that contain ``sites`` (path:line).
 
     Files under ``root`` are the project's own.
     """

@@ -15,22 +15,22 @@ from pytest_gpumem.measurement.statistics import Bytes, CudaStatistics, Readings
 from pytest_gpumem.values.measurement import SETUP, PhaseRecord
 
 FixtureKey = Any
-"""A pytest ``FixtureDef``: one per fixture function and place, with one live instance."""
+"""A pytest ``FixtureDef``: one per fixture function and place, with at most one live value."""
 
 Renewed = Callable[[FixtureKey, Mapping[int, Bytes], Mapping[int, Bytes]], None]
-"""A callback: fixture, and by device the bytes its set-up holds and its peak above the start."""
+"""Function called with a fixture, the bytes its set-up holds and its peak above the start."""
 
 
 @dataclass(eq=False)
 class FixtureRecord:
-    """The memory that one fixture instance's set-up took, without fixtures it requested."""
+    """The memory of one fixture's set-up, without that of fixtures it requested."""
 
     held: Mapping[int, Bytes] = field(default_factory=dict)
-    """The bytes present after the set-up and not before, by device."""
+    """The bytes that the set-up added, by device."""
     peak: Mapping[int, Bytes] = field(default_factory=dict)
     """The bytes by which the set-up's peak exceeded its start, by device."""
     nested: tuple[FixtureKey, ...] = ()
-    """Fixtures requested by its function with ``getfixturevalue``, set up by it or before."""
+    """Fixtures that its function requested with ``getfixturevalue``, even if set up before."""
 
 
 class _SetUp:
@@ -77,14 +77,14 @@ class FixtureRecords:
         self._records: dict[FixtureKey, FixtureRecord] = {}
         self._open: list[_SetUp] = []
         self._known: dict[int, int] = {}
-        """The bytes by device that are no garbage: left by the last collection, or held since."""
+        """The bytes that are no garbage, by device: left by a collection, or held since then."""
 
     def explains(self, allocated: Mapping[int, int]) -> bool:
         """Return whether all ``allocated`` bytes, by device, are known to be no garbage."""
         return all(size <= self._known.get(device, 0) for device, size in allocated.items())
 
     def garbage_collected(self, allocated: Mapping[int, int]) -> None:
-        """Count the bytes allocated right after a collection, by device, as no garbage."""
+        """Take the bytes ``allocated`` right after a collection, by device, as no garbage."""
         self._known = dict(allocated)
 
     def record(self, fixture: FixtureKey) -> FixtureRecord:
@@ -94,7 +94,7 @@ class FixtureRecords:
     def replace_record(
         self, fixture: FixtureKey, held: Mapping[int, Bytes], peak: Mapping[int, Bytes]
     ) -> None:
-        """Replace the record of ``fixture`` where the device has repeated its set-up.
+        """Replace the record of ``fixture`` after the device has repeated its set-up.
 
         Its reserved bytes depend on the fixtures that were set up before it.
         """
@@ -114,8 +114,8 @@ class FixtureRecords:
     ) -> Iterator[list[FixtureKey]]:
         """Meter the set-up of ``fixture``, which runs inside.
 
-        Yields the list of fixtures that its function requests, which the caller completes with
-        those it found set up. ``free`` frees memory that nothing holds.
+        Yields the list of fixtures that its function requests; the caller appends those that were
+        set up before. ``free`` frees garbage.
         """
         own = _SetUp(statistics.read_and_reset_peaks())
         outer = self._open[-1] if self._open else None
@@ -142,7 +142,7 @@ class FixtureRecords:
             self._known[device] = self._known.get(device, 0) + sign * amount.allocated
 
     def with_nested(self, fixtures: Iterable[FixtureKey]) -> list[FixtureKey]:
-        """Return ``fixtures`` in order, each once, with those that one requested in front of it."""
+        """Return ``fixtures`` without duplicates, each preceded by those that it requested."""
         ordered: dict[FixtureKey, None] = {}
 
         def visit(fixture: FixtureKey) -> None:

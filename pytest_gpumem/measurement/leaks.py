@@ -1,4 +1,4 @@
-"""Leaks of a test: blocks that its set-up does not hold, and the variable that leads to each."""
+"""Leaks of a test: new blocks that its fixtures do not hold, and the variables that keep them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from pytest_gpumem.quoting import quoted
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_OBJECTS = 1_000_000
-"""The most objects of a walk: a larger heap is no longer a fixture's own."""
+"""The most objects visited from a fixture: a larger graph is not that of its value only."""
 
 _NOT_ENTERED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes, int, float)
 """Types whose references are not followed, because they lead to everything or to nothing."""
 
 _FOREIGN = ("_pytest", "pytest", "pluggy", "pytest_gpumem", "xdist", "gc")
-"""Packages whose objects lead to the whole session, and so to values of other tests."""
+"""Packages whose objects refer to the whole session, and so to values of other tests."""
 
 
 def leaked_blocks(
@@ -39,7 +39,7 @@ def leaked_blocks(
 def blocks_reachable(roots: Iterable[Any], blocks: frozenset[Block]) -> frozenset[Block]:
     """Return the ``blocks`` that contain tensors reachable from ``roots``.
 
-    They are reached by attributes, containers, closures and graphs.
+    References are followed through attributes, containers, closures and autograd graphs.
     """
     blocks_of = BlockLookup(blocks)
     found = map(blocks_of.block_of, filter(holds_memory, reachable_objects(roots)))
@@ -58,8 +58,7 @@ class BlockLookup:
         try:
             pointer = tensor.data_ptr()
         except (RuntimeError, UnknownValueError, ValueError):
-            # Sparse, without a storage, a copy on the host, or a lazy module's parameter, which has
-            # no shape yet and no memory.
+            # A sparse tensor, one without a storage, or a lazy module's parameter.
             return None
         index = bisect_right(self._addresses, pointer) - 1
         if index < 0:
@@ -69,9 +68,9 @@ class BlockLookup:
 
 
 def reachable_objects(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield the objects that ``roots`` hold, and themselves, but not generally shared ones."""
+    """Yield ``roots`` and the objects reachable from them, but none through classes or modules."""
     queue = list(roots)
-    seen: dict[int, Any] = {}  # keeps the objects: while one lives its id is its own
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is used twice
     while queue and len(seen) < MOST_OBJECTS:
         value = queue.pop()
         if id(value) in seen or value is None:
@@ -95,9 +94,9 @@ def holders_of_class(cls: type) -> list[Any]:
 
 
 def values_given(fixtures: Iterable[Any], item: Any) -> list[Any]:
-    """Return the values that pytest's ``item`` was given, which may keep memory after its body.
+    """Return the arguments and class attributes of ``item``, which may hold memory after its body.
 
-    ``fixtures`` are those of its fixtures.
+    ``fixtures`` are the values of its fixtures.
     """
     values = [*fixtures, *getattr(item, "funcargs", {}).values()]
     instance = getattr(item, "instance", None)
@@ -105,10 +104,10 @@ def values_given(fixtures: Iterable[Any], item: Any) -> list[Any]:
 
 
 def part_of(value: Any, name: str) -> Any:
-    """Return an attribute of a tensor or node; ``None``, too, where torch raises an error.
+    """Return an attribute of a tensor or node, ``None`` if torch raises an error.
 
-    It does for a kind that has no such part, for what backward has freed, and for the graph of a
-    view that was lost: one of several outputs of a function, whose base was overwritten
+    torch does for some kinds of tensors, for parts that backward has freed, and for the graph of a
+    view that is one of several outputs of a function, after its base was modified in place
     (``handle_view_on_rebase`` in torch/csrc/autograd/variable.cpp).
     """
     try:
@@ -122,10 +121,10 @@ def _referents(value: Any) -> Iterable[Any]:
         # Its globals would lead everywhere.
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
     found = gc.get_referents(value)
-    # References in C++, which the garbage collector does not see.
+    # References held by C++, which the garbage collector does not see.
     if is_a(value, torch.Tensor):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf
+            warnings.simplefilter("ignore")  # torch warns about .grad of a non-leaf tensor
             found += [part_of(value, name) for name in ("grad", "_base", "grad_fn")]
         if value.layout is torch.sparse_coo:
             found += [value._indices(), value._values()]
@@ -137,11 +136,11 @@ def _referents(value: Any) -> Iterable[Any]:
 
 
 CHUNK = 128
-"""The number of objects examined together: most have no relevant reference."""
+"""The number of objects examined by one call: most groups have no relevant reference."""
 
 
 class Referrers:
-    """The heap at one moment; objects that are made later are not in it."""
+    """The objects of the heap when this was made, and the references between them."""
 
     def __init__(self, objects: list[Any]) -> None:
         self._objects = objects
@@ -149,7 +148,7 @@ class Referrers:
         self._chunks = [objects[start : start + CHUNK] for start in starts]
         self._referents = [gc.get_referents(*chunk) for chunk in self._chunks]
         self.found: dict[int, list[Any]] = {}
-        """The objects that refer to each that :meth:`find` was given, by its id."""
+        """The objects that refer to a value given to :meth:`find`, by the value's id."""
         self._keys: dict[int, dict[int, Any]] = {}
         self._opened: list[Any] = []
 
@@ -173,10 +172,10 @@ class Referrers:
                 self.found[key].append(owner)
 
     def key(self, owner: Any, value: Any) -> Any:
-        """Return the first key, index or attribute that ``owner`` has ``value`` under, or ``None``.
+        """Return the first key, index or attribute name of ``value`` in ``owner``, or ``None``.
 
-        Python makes the dictionary of an object's attributes when it is asked for, and the object
-        then refers to that alone.
+        Python may create an object's ``__dict__`` only when it is read; from then on the object
+        refers to its attributes only through that dictionary.
         """
         keys = self._keys.get(id(owner))
         if keys is None:
@@ -191,7 +190,7 @@ class Referrers:
 
 
 def holds_memory(value: Any) -> bool:
-    """Return whether ``value`` is a tensor, but none that torch's compilers keep for its shape."""
+    """Return whether ``value`` is a tensor, but not one of torch's fake tensors."""
     kind = type(value)
     return issubclass(kind, torch.Tensor) and kind.__module__ != "torch._subclasses.fake_tensor"
 
@@ -199,7 +198,7 @@ def holds_memory(value: Any) -> bool:
 LONGEST_CHAIN = 8
 """The most references between a tensor and the variable that is named."""
 MOST_SEARCHES = 200
-"""The most objects whose referrers are followed, from one tensor."""
+"""The most objects whose referrers are followed in the search from one tensor."""
 MOST_GRAPHS = 200
 """The most tensors whose graphs are searched for saved tensors."""
 
@@ -210,7 +209,7 @@ def holder_names(blocks: frozenset[Block]) -> dict[int, str]:
     ``cache.KEPT[2]`` for a tensor that a global keeps, ``cache.WEIGHT.grad`` for a gradient, and
     ``the graph of train.losses[0]`` for one that autograd saved.
     """
-    heap = Referrers(gc.get_objects())  # without itself, or it would outlive its use
+    heap = Referrers(gc.get_objects())  # the list does not contain itself, which would be a cycle
     tensors = heap.tensors()
     blocks_of = BlockLookup(blocks)
     at: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
@@ -253,16 +252,16 @@ def _holder_names(heap: Referrers, groups: Mapping[int, list[torch.Tensor]]) -> 
 
 
 class _Link(NamedTuple):
-    """An object on the way from a tensor to a variable, and its path to the tensor."""
+    """An object that leads to a tensor, and the expression from the object to the tensor."""
 
     value: Any
     path: tuple[str, ...] = ()
     key: object = None
-    """The key of the path's first step, where ``value`` is a dictionary, perhaps of attributes."""
+    """The key of the path's first step, if ``value`` is a dictionary (perhaps a ``__dict__``)."""
 
     @property
     def as_attribute(self) -> str:
-        """The path from the object whose attributes ``value`` is."""
+        """The path that begins at the object whose ``__dict__`` is ``value``."""
         return "".join((f".{self.key}", *self.path[1:]))
 
 
@@ -281,22 +280,22 @@ class _Search:
         self._left -= len(links)
         for link in links:
             for referrer in heap.found[id(link.value)]:
-                if id(referrer) in self._seen or _is_ours(referrer):
+                if id(referrer) in self._seen or _is_excluded(referrer):
                     continue
                 self._seen.add(id(referrer))
                 self.name = _holder_expression(heap, referrer, link)
                 if self.name is not None:
                     self.frontier = []
                     return
-                if following := _followed(heap, referrer, link):
+                if following := _next_link(heap, referrer, link):
                     self.frontier.append(following)
 
 
-def _followed(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
-    """Return the link of ``referrer``; ``None`` for a class or module, and for a holder of a key.
+def _next_link(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
+    """Return the link of ``referrer``; ``None`` for a class or module, or if it holds only a key.
 
-    What gives its parts no name that a program could write, as a set, a closure, a partial, a
-    generator and a cache of results, is named as a whole.
+    A set, a closure, a partial, a generator or an ``lru_cache`` has no expression for its parts, so
+    the path ends at the object itself.
     """
     value, path, _ = link
     if is_a(referrer, type, types.ModuleType):
@@ -312,7 +311,7 @@ def _followed(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
 
 
 def _holder_expression(heap: Referrers, referrer: Any, link: _Link) -> str | None:
-    """Return the expression that begins with a module, class or frame, if ``referrer`` is one."""
+    """Return the complete expression if ``referrer`` is a module's globals, a class or a frame."""
     value, path, key = link
     if is_a(referrer, types.FrameType):
         names = [name for name, held in referrer.f_locals.items() if held is value]
@@ -332,11 +331,11 @@ def _module(namespace: dict[Any, Any]) -> str | None:
         return None
     if getattr(sys.modules.get(module), "__dict__", None) is namespace:
         return module
-    # A module that is no longer imported, as pytest's rewriting leaves them.
+    # A module that is no longer in sys.modules, such as a conftest that pytest imported again.
     return module if "__builtins__" in namespace else None
 
 
-def _is_ours(value: Any) -> bool:
+def _is_excluded(value: Any) -> bool:
     if is_a(value, types.FrameType):
         return str(value.f_globals.get("__name__", "")).startswith(_FOREIGN)
     return type(value).__module__.partition(".")[0] in _FOREIGN

@@ -1,10 +1,9 @@
 """The free space in segments that earlier tests have left, filled while another test runs.
 
-A test's numbers must not depend on what earlier tests have left. A block that none of its fixtures
-holds, such as a tensor in the traceback of a failed test, keeps its segment reserved. A test that
-gets its blocks in the free part of that segment reserves less than in a new process, and its
-larger blocks may be split otherwise. So those parts are filled, and its blocks get segments as in a
-new process.
+A test's numbers must not depend on earlier tests. A block that none of its fixtures holds, such as
+a tensor in the traceback of a failed test, keeps its segment reserved. If the test's blocks were
+placed in the free parts of that segment, it would reserve less than in a new process, and larger
+blocks might be split in other ways. So those parts are filled, and the test gets new segments.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _MOST_IN_SMALL = 1 << 20
 """Bytes of the largest block in a segment of small ones (``kSmallSize`` of
 c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15)."""
 _MOST_TRIES = 100
-"""The most parts of fixtures' segments that are taken before one of another segment is."""
+"""The most allocations from fixtures' segments, for one part, before it is left unfilled."""
 _MOST_ROUNDS = 100
-"""Rounds of filling: a part from which another one's block was taken is filled in the next."""
+"""Rounds of filling: an allocation for one part may split another, which the next round fills."""
 
 
 class _Hole(NamedTuple):
@@ -40,7 +39,7 @@ class LeftoverSpace:
 
     def __init__(self) -> None:
         self._filled: dict[int, tuple[int, int]] = {}
-        """Device and bytes by address."""
+        """Device and bytes of each filler block, by address."""
 
     @property
     def filled(self) -> Mapping[int, int]:
@@ -51,10 +50,10 @@ class LeftoverSpace:
         return sizes
 
     def fill(self, is_own: Callable[[int], bool], most: int | None = None) -> set[int]:
-        """Fill the space until :meth:`empty`; return the addresses of the blocks of others.
+        """Fill the space until :meth:`empty`; return the addresses of blocks of other tests.
 
-        ``is_own`` tells of a block's address whether it belongs to the test. More than ``most``
-        bytes are not filled at all: the test may need them.
+        ``is_own`` returns whether the block at an address belongs to the test. If the space is more
+        than ``most`` bytes it is not filled: the test may need it.
         """
         others: set[int] = set()
         if not torch.cuda.is_initialized():
@@ -82,9 +81,9 @@ class LeftoverSpace:
     def _holes(
         self, is_own: Callable[[int], bool]
     ) -> tuple[Sequence[_Hole], set[int], Sequence[tuple[int, int]]]:
-        """Return the free parts of segments without an own block, the smallest first.
+        """Return the free parts of segments without a block of the test, the smallest first.
 
-        With them the blocks of others, and all segments by their start and end.
+        Also returns the addresses of other blocks, and start and end of every segment.
         """
         holes: list[_Hole] = []
         others: set[int] = set()
@@ -106,10 +105,10 @@ class LeftoverSpace:
         segments: Sequence[tuple[int, int]],
         elsewhere: list[int],
     ) -> bool:
-        """Take as much as ``hole`` has of ``holes``, and note what came from ``elsewhere``.
+        """Allocate the bytes of ``hole`` from ``holes``; append other addresses to ``elsewhere``.
 
-        Stops with ``True`` where there is no such part any more, because blocks for other holes
-        have come from it, so that the allocator has made a segment.
+        Returns ``True`` if the allocator made a new segment, because blocks for other holes have
+        used this one up.
         """
         left = hole.size
         tries = 0
@@ -126,7 +125,7 @@ class LeftoverSpace:
             if not any(start <= address < end for start, end in segments):
                 torch.cuda.caching_allocator_delete(address)
                 return True
-            # The allocator takes the smallest part that has room, even a fixture's.
+            # The allocator uses the smallest free part that fits, even in a fixture's segment.
             elsewhere.append(address)
             tries += 1
         return False

@@ -41,8 +41,8 @@ class Meter:
     def __init__(
         self,
         statistics: CudaStatistics,
-        ledger: FixtureRecords,
-        account: PeakRecorder | None = None,
+        fixture_records: FixtureRecords,
+        recorder: PeakRecorder | None = None,
         *,
         numbered: bool = False,
         tracker: type[PhaseTracker] = PhaseTracker,
@@ -50,17 +50,17 @@ class Meter:
         filled: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         self._filled = filled
-        """Returns the bytes by device with which the device fills space that is left."""
+        """Returns the bytes, by device, that fill the free space of earlier tests."""
         self._compile_context = compile_context
-        """Returns a context in which torch compiles, which leaves nothing reserved."""
-        self._kind = partial(tracker, statistics, numbered=numbered)
-        """Makes the tracker of phases; ``numbered``: each window of one is a phase of its own."""
+        """Returns a context manager around compilation that leaves no memory reserved."""
+        self._make_tracker = partial(tracker, statistics, numbered=numbered)
+        """Makes the tracker of phases; ``numbered``: each window is also a separate phase."""
         self._statistics = statistics
-        self.recorder = account
-        """Attributes the memory, where that is recorded."""
-        self._fixtures = ledger
+        self.recorder = recorder
+        """The recorder that attributes the memory, ``None`` where blocks are not recorded."""
+        self._fixtures = fixture_records
         self._charged: list[FixtureKey] = []
-        """The fixtures whose bytes have been separated from stray ones so far."""
+        """The fixtures whose bytes have been subtracted from the stray ones so far."""
         self._stray: dict[int, Bytes] | None = None
         self._before: frozenset[Block] = frozenset()
         self._running = False
@@ -77,9 +77,8 @@ class Meter:
             with self._fixtures.metering(fixture, self._statistics, free_garbage) as nested:
                 yield nested
             return
-        # The body requested it. Another test may have set it up before, so neither its set-up nor
-        # the time of it may count; and memory the body uses already, including workspaces and its
-        # own garbage, is not touched.
+        # The body requested it. Another test could have set it up before, so its set-up must not
+        # count here; and memory of the body, including workspaces and garbage, must not be freed.
         with (
             without_old_garbage(),
             self.tracker.exclude(lambda: self._fixtures.held([fixture])),
@@ -113,23 +112,23 @@ class Meter:
             if self.recorder is not None:
                 self.recorder.end()
 
-    def record_by(self, account: PeakRecorder) -> None:
+    def record_by(self, recorder: PeakRecorder) -> None:
         """Attribute the memory of a further run by ``recorder``.
 
-        Memory that the earlier runs have left is stray in it.
+        Memory that earlier runs have left counts as stray in that run.
         """
-        self.recorder = account
+        self.recorder = recorder
         self._stray = None
         self._charged.clear()
         self.tracker = self._tracker()
 
     def _tracker(self) -> PhaseTracker:
-        return self._kind(self.recorder.positions if self.recorder else tuple)
+        return self._make_tracker(self.recorder.positions if self.recorder else tuple)
 
     def reused(self, fixture: FixtureKey, repeat_set_up: Callable[[], None]) -> None:
         """Meter a fixture that the body requests and that an earlier test has set up.
 
-        ``repeat_set_up`` puts its blocks into the memory of this test, as its set-up would do now.
+        ``repeat_set_up`` allocates its blocks in this test's memory, as its set-up would do now.
         """
         with (
             without_old_garbage(),
@@ -145,7 +144,7 @@ class Meter:
             self.recorder.watch(values_of([fixture]))
 
     def watching(self) -> AbstractContextManager[None]:
-        """Find automatic phases inside, and observe what memory is used for."""
+        """Find automatic phases inside, and observe modules, tensors and optimizers."""
         observer = self.recorder.observer if self.recorder else None
         return AutomaticPhases(self.tracker, observer).watching()
 
@@ -171,10 +170,9 @@ class Meter:
     ) -> dict[int, Measurement]:
         """Return the results of the last run, by device; ``device`` is included even if unused.
 
-        ``fixtures`` are all that the test used in the end and ``roots`` the objects that may keep
-        memory without leaking it. Frees the workspaces. Leaks are judged only where the body
-        ``passed``: after a failure its frames stay alive. Holders are searched for leaks above
-        ``max_leak`` bytes.
+        ``fixtures`` are all fixtures that the test used, ``roots`` the objects that may hold memory
+        without a leak. Frees the workspaces. Leaks are judged only if the body ``passed``: after a
+        failure its frames stay alive. Holders are searched for leaks above ``max_leak`` bytes.
         """
         self._max_leak = max_leak
         self._charge(fixtures)
@@ -239,14 +237,14 @@ class Meter:
         self._statistics.forget_peaks()
 
     def _allocated(self) -> dict[int, int]:
-        """Return the allocated bytes by device, without those that only fill space."""
+        """Return the allocated bytes by device, without those that fill free space."""
         readings, filled = self._statistics.read_and_reset_peaks(), self._filled()
         return {
             device: now.held.allocated - filled.get(device, 0) for device, now in readings.items()
         }
 
     def _free_garbage(self, fixture: FixtureKey, before: frozenset[Block]) -> None:
-        """Free the memory that the set-up of ``fixture`` has left and does not hold."""
+        """Free the garbage that the set-up of ``fixture`` has left."""
         self._statistics.synchronize()
         _, after = clear_workspaces(self._statistics)
         self._left_behind(before, after, values_of(self._fixtures.with_nested([fixture])))
@@ -255,7 +253,7 @@ class Meter:
     def _left_behind(
         self, before: frozenset[Block], after: frozenset[Block], roots: Iterable[Any]
     ) -> frozenset[Block]:
-        """Return the new blocks that ``roots`` do not hold and that are no garbage either."""
+        """Return the new blocks that ``roots`` do not hold and that are no garbage."""
         left = leaked_blocks(before, after, [*roots, *kept_by_libraries()])
         if not left:
             return left
@@ -276,7 +274,7 @@ class Meter:
 
 
 def compiled_beside(nbytes: int) -> tuple[str, ...]:
-    """Return the note on torch's memory while it compiled, none where that was nothing."""
+    """Return the note on torch's memory while it compiled; empty if it used none."""
     if not nbytes:
         return ()
     return (

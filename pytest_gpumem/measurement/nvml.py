@@ -70,7 +70,7 @@ class NvmlReading(Plain):
     driver: str | None
     total: int
     used: int
-    """The bytes of all contexts, allocators and processes, without the driver's own reserve."""
+    """The bytes that all processes use, with their contexts, without the driver's reserve."""
     free: int
     process_used: int | None
     """The bytes of this process; ``None`` where :attr:`unattributed` gives the reason."""
@@ -100,11 +100,11 @@ def read_device(device: int | str = 0) -> NvmlReading | NvmlAbsent:
 
 
 class RepeatedReading:
-    """Readings of one device by one process, each without what an earlier one knows.
+    """Repeated readings of one device, which query constant values only once.
 
     ``device`` is that of :func:`read_device`. Name, driver and mode are those of the first reading.
-    The shares of time are asked for once in a sample period: the driver takes 1.4 ms for those of
-    the processes, and 0.3 ms for all the rest (H100, driver 580).
+    The shares of time are queried once per sample period: the driver takes 1.4 ms for those of
+    the processes, and 0.3 ms for all other values (H100, driver 580).
     """
 
     def __init__(self, device: int | str) -> None:
@@ -142,7 +142,7 @@ def _reading(read: Callable[[_Reader], T]) -> T | NvmlAbsent:
 
 
 def read_all() -> list[NvmlReading] | NvmlAbsent:
-    """Read every device of the host once, and every instance of those that MIG divides.
+    """Read every device of the host once, and every MIG instance.
 
     ``CUDA_VISIBLE_DEVICES`` has no effect on it.
     """
@@ -221,7 +221,7 @@ class _Reader(NvmlSession):
         processes = listed or {}
         pid = os.getpid()
         own = processes.get(pid)
-        # One unrecognised process may be this one under its PID on the host; two cannot both be.
+        # One unrecognised process may be this one, listed by its PID on the host.
         alone = len(processes) == 1 if own else False if len(processes) > 1 else None
         return NvmlReading(
             uuid=nvml.nvmlDeviceGetUUID(handle),
@@ -289,8 +289,8 @@ class _Reader(NvmlSession):
 
     def percents(self, handle: Any) -> dict[int, int]:
         """Return each process's share of kernel time; of several samples the latest counts."""
-        # NVML raises "not found" where it has no sample, which is the rule for a short test, and
-        # has been seen to return numbers above 100 (github.com/Syllo/nvtop/issues/110).
+        # NVML raises "not found" where it has no sample, as for most short tests. It sometimes
+        # returns numbers above 100 (github.com/Syllo/nvtop/issues/110).
         samples = self.query(self.nvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
         latest = sorted(samples, key=lambda sample: int(sample.timeStamp))
         return {int(one.pid): int(one.smUtil) for one in latest if one.smUtil <= 100}

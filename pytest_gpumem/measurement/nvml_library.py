@@ -1,7 +1,7 @@
 """NVML's library: loading it, calling it, and searching for a device.
 
-A value that a device, driver or permission does not give is ``None``; an error that makes every
-call fail is one exception whose cause :func:`reason_of` returns.
+A value that a device or driver does not provide, or that a permission denies, is ``None``. An
+error that makes every call fail is raised; :func:`reason_of` returns its cause.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def load_nvml() -> Nvml | None:
     """Return the library, ``None`` where the package nvidia-ml-py is not installed."""
     try:
         with warnings.catch_warnings():
-            # The superseded package `pynvml` warns on import; it works all the same.
+            # The superseded package `pynvml` warns on import, but it works, too.
             warnings.simplefilter("ignore")
             return import_module("pynvml")
     except ImportError:
@@ -86,7 +86,7 @@ class NvmlSession:
         used: dict[int, int | None] = {}
         for entries in listed:
             for entry in entries or ():
-                # A process that computes and draws is in two lists with the same bytes.
+                # A process with compute and graphics contexts is in two lists, with the same bytes.
                 known = max(used.get(entry.pid) or 0, entry.usedGpuMemory or 0)
                 used[entry.pid] = known or None
         return used
@@ -117,8 +117,8 @@ class NvmlSession:
 
     def require_one_order(self, handles: Sequence[Any]) -> None:
         """Raise :class:`NoDeviceError` where CUDA's indices may mean other devices than NVML's."""
-        # CUDA counts the fastest first by default, NVML by PCI bus: only equal devices
-        # are counted alike.
+        # CUDA lists the fastest device first by default, NVML follows the PCI bus: the orders
+        # surely agree only for equal devices.
         if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
             return
         if len({self.nvml.nvmlDeviceGetName(handle) for handle in handles}) > 1:

@@ -1,4 +1,4 @@
-"""Observations of a running test: which tensors lie where, and which module runs when."""
+"""Observations of a running test: the addresses of its tensors, and when its modules run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DEEPEST_INPUT = 4
 """The levels of containers in which the arguments of a module are searched."""
 
 
-def _tolerant(observe: Function) -> Function:
-    """Return ``observe``, a method, with its errors noted: they are not those of the test."""
+def _errors_recorded(observe: Function) -> Function:
+    """Return a wrapper of the method ``observe`` that records errors instead of raising them."""
 
     @functools.wraps(observe)
     def observed(self: MemoryObserver, *args: Any) -> Any:
@@ -44,9 +44,9 @@ def _tolerant(observe: Function) -> Function:
 
 
 class MemoryObserver:
-    """A record of the contents of memory during a test; afterwards they cannot be determined.
+    """A record of what memory holds during a test, which cannot be determined afterwards.
 
-    Watched objects are held weakly: watching must not keep memory alive.
+    Watched objects are referenced weakly, so that their memory is not kept alive.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -57,11 +57,11 @@ class MemoryObserver:
         self._roots: WeakSet[torch.nn.Module] = WeakSet()
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._called: WeakSet[torch.nn.Module] = WeakSet()
-        """The outermost modules that have been called since something moved."""
+        """The outermost modules called since a module was last moved to another device or dtype."""
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._running: list[str] = []
-        """Paths of the modules that have been called and not returned, outermost first."""
+        """Paths of the modules whose call has not returned, outermost first."""
         self._moves = False
         self._span: tuple[str, Positions] | None = None
         self.marks: list[tuple[Positions, str]] = []
@@ -69,9 +69,9 @@ class MemoryObserver:
         self.spans: list[tuple[str, Positions, Positions]] = []
         """The automatic phases, in order."""
         self.observations: list[tuple[Positions, int, str, str, str]] = []
-        """Positions, and the other fields of a :class:`Observation`."""
+        """Positions, and the remaining fields of an :class:`Observation`."""
         self.notes: tuple[str, ...] = ()
-        """The sentence on an observation that failed."""
+        """The sentence on an observation that raised an error."""
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Watch the module or optimizer ``holder`` from now on."""
@@ -83,18 +83,18 @@ class MemoryObserver:
             self._see_module(self._positions(), holder)
 
     def begin_run(self) -> None:
-        """Begin a run of the body with facts of its own."""
+        """Begin a run of the body, with new facts."""
         self.facts = Facts(self._recorder)
 
     def observe_optimizers(self) -> None:
-        """Record the state of known optimizers that have not stepped: it may have been loaded.
+        """Record the state of optimizers that have not stepped, which may have been loaded.
 
-        Everything else was recorded when it was made.
+        All other observations are made during the run.
         """
         for optimizer in list(self._optimizers - self._stepped):
             self._see_optimizer(self._positions(), optimizer)
 
-    @_tolerant
+    @_errors_recorded
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the state of ``optimizer``, which has just stepped."""
         self._stepped.add(optimizer)
@@ -103,13 +103,13 @@ class MemoryObserver:
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Drop the records of code inside, except for its remaining modules and optimizers."""
+        """Drop the records of code inside, but keep modules and optimizers that still exist."""
         notes: tuple[list[Any], ...] = (self.marks, self.spans, self.observations)
         known, span = [len(each) for each in notes], self._span
         try:
             yield
         finally:
-            self._span = span  # a step that ran out of memory has not reported its end
+            self._span = span  # the end of a step that ran out of memory was not reported
             for each, count in zip(notes, known, strict=True):
                 del each[count:]
             for module in list(self._roots):
@@ -120,7 +120,7 @@ class MemoryObserver:
     # Wrappers of torch's functions while a test runs.
 
     def wrappers(self) -> tuple[tuple[Any, str, Function], ...]:
-        """Return owner and name of functions, and what is called in their place with them first."""
+        """Return owner, name and wrapper of functions; a wrapper receives the original first."""
         return (
             (torch.nn.Module, "_apply", self._move),
             (torch.nn.Module, "__setstate__", self._restore),
@@ -132,13 +132,13 @@ class MemoryObserver:
     def calling(self, call: Function) -> Function:
         """Return a wrapper of ``call``, ``Module.__call__``, that records it.
 
-        With ``self`` for the module, as :class:`AutomaticPhases` tells.
+        Its parameter is named ``self`` for the reason given in :class:`AutomaticPhases`.
         """
         observer = self
 
         @functools.wraps(call)
         def called(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # Sizes that are read would become part of the graph, or break it.
+            # Reading sizes would become part of the graph, or break it.
             if torch.compiler.is_compiling() or torch._C._is_tracing():
                 return call(self, *args, **kwargs)
             outermost = not observer._running
@@ -154,7 +154,7 @@ class MemoryObserver:
                 observer._running.pop()
                 now = observer._positions()
                 observer.marks.append((now, observer._running[-1] if observer._running else ""))
-                if first:  # shards may have been padded anew
+                if first:  # the call may have padded the shards, which allocates new storages
                     observer._see_module(observer._positions(), self)
                 if mine:
                     observer.end()
@@ -162,7 +162,7 @@ class MemoryObserver:
 
         return called
 
-    @_tolerant
+    @_errors_recorded
     def _call(
         self,
         module: torch.nn.Module,
@@ -195,7 +195,7 @@ class MemoryObserver:
         return result
 
     def _make(self, new: Function, *args: Any, **kwargs: Any) -> Any:
-        """Call ``Parameter.__new__``: modules may never be called."""
+        """Call ``Parameter.__new__`` and record the result, as its module may never be called."""
         parameter = new(*args, **kwargs)
         self._see(self._positions(), parameter, PARAMETERS, "", "")
         return parameter
@@ -243,12 +243,12 @@ class MemoryObserver:
             self.facts.failed_unfused = why
             raise
 
-    @_tolerant
+    @_errors_recorded
     def _attends(self, *params: Any) -> str:
         return self.facts.attends(*params)
 
     def begin(self, name: str) -> bool:
-        """Begin an automatic phase; return ``False`` within another one, which includes it."""
+        """Begin an automatic phase; do nothing and return ``False`` within another one."""
         if self._span is not None:
             return False
         self._span = name, self._positions()
@@ -261,9 +261,9 @@ class MemoryObserver:
             self.spans.append((name, begin, self._positions()))
             self._span = None
 
-    @_tolerant
+    @_errors_recorded
     def _outermost_called(self, module: torch.nn.Module, arguments: Any) -> bool:
-        """Record an outermost call; return whether it is the first since something moved."""
+        """Record an outermost call; return whether it is the module's first since a move."""
         first = module not in self._called
         if first:
             self._called.add(module)
@@ -277,14 +277,14 @@ class MemoryObserver:
                 self.facts.given(tensor)
         return first
 
-    @_tolerant
+    @_errors_recorded
     def _name(self, module: torch.nn.Module) -> None:
         self._roots.add(module)
         for name, part in module.named_modules():
             path = ".".join(step for step in name.split(".") if step != _FSDP)
             self._paths[part] = path or type(part).__name__
 
-    @_tolerant
+    @_errors_recorded
     def _see_module(self, now: Positions, module: torch.nn.Module) -> None:
         for path, name, parameter in self._parameters_of(module):
             self._see(now, parameter, PARAMETERS, path, name)
@@ -293,7 +293,7 @@ class MemoryObserver:
             for name, buffer in part._buffers.items():
                 self._see(now, buffer, OTHER, self._paths.get(part, ""), name)
 
-    @_tolerant
+    @_errors_recorded
     def _see_gradients(self) -> None:
         now = self._positions()
         for module in list(self._roots):
@@ -319,7 +319,7 @@ class MemoryObserver:
             for owner, name, sharded in contents.sharded_parameters(part):
                 yield self._paths.get(owner, ""), name, sharded
 
-    @_tolerant
+    @_errors_recorded
     def _see_optimizer(self, now: Positions, optimizer: torch.optim.Optimizer) -> None:
         owners = {
             id(parameter): path

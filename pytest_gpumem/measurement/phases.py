@@ -12,25 +12,25 @@ from pytest_gpumem.measurement.statistics import Block, Bytes, CudaStatistics, R
 from pytest_gpumem.values.measurement import CALL, SETUP, PhaseRecord
 
 Positions = Sequence[int]
-"""The number of events of each device's allocator."""
+"""The number of allocator events so far, for each device."""
 
 Window = tuple[Positions, Positions]
 """The positions when something began and ended."""
 
 
 def position_on(device: int, positions: Positions) -> int:
-    """Return the position of ``device``; 0 for one that CUDA did not have yet."""
+    """Return the position of ``device``; 0 for one that was not yet initialised."""
     return positions[device] if device < len(positions) else 0
 
 
 NEVER_NUMBERED = (SETUP, CALL)
 
 MOST_NUMBERED = 100
-"""The most windows of one phase that are phases of their own; later ones only extend the whole."""
+"""The most windows of a phase that get a numbered phase; later ones only extend the whole."""
 
 SNAPSHOTS_OF_EACH_ENTRY = 8
-"""The entries after which a phase's blocks are read only at powers of two: workspaces
-stay alive once they exist, and a snapshot of a large model costs milliseconds."""
+"""The number of entries of a phase after which its blocks are read only at powers of two:
+workspaces stay alive once they exist, and a snapshot of a large model takes milliseconds."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class NestingError(ValueError):
 
 @dataclass(eq=False)
 class Phase:
-    """All windows of one name."""
+    """A phase: all windows of one name."""
 
     name: str
     parent: str | None
@@ -62,7 +62,7 @@ class Phase:
     thread: int = 0
     """The thread that entered it last."""
     in_window: bool = False
-    """Whether a ``with`` statement has entered it, which will leave it."""
+    """Whether a ``with`` statement entered it, and will leave it."""
     extents: defaultdict[int, Extent] = field(default_factory=lambda: defaultdict(Extent))
     """The range on each device; zero where the phase did not see it."""
     blocks: frozenset[Block] = frozenset()
@@ -87,10 +87,10 @@ class Phase:
             self.extents[device].reach(now.without_peak)
 
     def inspect(self, readings: Readings, live: Callable[[], frozenset[Block]]) -> None:
-        """Take the ``live`` blocks at this end of the phase, if they can hold a new workspace.
+        """Read the ``live`` blocks at this end of the phase, if there can be a new workspace.
 
-        They cannot where the pools hold as many blocks and bytes as when they were inspected last:
-        a workspace that exists stays alive.
+        There is none if the pools hold as many blocks and bytes as at the last reading, because
+        workspaces stay alive.
         """
         count = self.entered
         if count > SNAPSHOTS_OF_EACH_ENTRY and count & (count - 1):
@@ -103,8 +103,8 @@ class Phase:
 class PhaseTracker:
     """The phases of one run of a test's body.
 
-    Safe to use from several threads: autograd and data-parallel code run modules in their own.
-    ``numbered``: each window of a phase that is entered again is a phase inside it, ``forward_1``.
+    It is thread-safe: autograd and data-parallel code run modules in their own threads.
+    ``numbered``: each window of a phase is also a phase inside it, such as ``forward_1``.
     """
 
     def __init__(
@@ -144,10 +144,10 @@ class PhaseTracker:
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """Enter the phase ``name`` inside; within a phase of the same name nothing new begins.
+        """Enter the phase ``name`` inside; within a phase of the same name, do nothing.
 
-        Raises :class:`NestingError` where another window that began inside is left later. Phases
-        that the test itself leaves open end with it.
+        Raises :class:`NestingError` if a window that began inside is still open. Phases that the
+        test leaves open end with this one.
         """
         phase = self.enter(name)
         if phase is None:
@@ -167,7 +167,7 @@ class PhaseTracker:
             )
 
     def enter(self, name: str) -> Phase | None:
-        """Begin the phase ``name``; ``None`` where it is open already, or nothing is measured."""
+        """Begin and return the phase ``name``; ``None`` if it is open or nothing is measured."""
         with self._lock:
             if self._unmeasured or (name in self.phases and self.phases[name].open):
                 return None
@@ -194,7 +194,7 @@ class PhaseTracker:
     def leave(self, phase: Phase) -> list[Phase]:
         """End a phase that :meth:`enter` began, and those that its thread has left open inside it.
 
-        Returns the inner ones, outermost first. Other threads' phases go on until the body's end.
+        Returns the inner ones, outermost first. Phases of other threads stay open.
         """
         with self._lock:
             if phase not in self._open:  # ended with another one, or of a run before this one
@@ -233,8 +233,8 @@ class PhaseTracker:
                     one.opened = self._positions()
                     one.begin_at(readings)
                     if one.entered == len(one.windows) == 1:
-                        # The events inside came before its own work: it is listed behind them, and
-                        # begins with the memory that they left.
+                        # The phases inside precede the work of this one: it is listed after them,
+                        # and begins with the memory that they left.
                         self.phases[one.name] = self.phases.pop(one.name)
                         for device, now in readings.items():
                             one.extents[device].allocated_before = now.held.allocated
@@ -243,7 +243,7 @@ class PhaseTracker:
     def exclude(self, amounts: Callable[[], Mapping[int, Bytes]]) -> AbstractContextManager[None]:
         """Exclude events inside from every phase.
 
-        Memory kept, ``amounts()`` by device, counts as if it had been there before every phase.
+        Memory that remains, ``amounts()`` by device, counts as allocated before every phase.
         """
 
         def count(before: Readings, after: Readings) -> None:
@@ -258,7 +258,7 @@ class PhaseTracker:
         return self._paused_while(self.excluded_windows, count)
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Exclude peaks inside from all phases; memory kept counts from the end on."""
+        """Exclude peaks inside from all phases; remaining memory counts from the end on."""
 
         def count(before: Readings, after: Readings) -> None:
             for device, now in after.items():
@@ -272,7 +272,7 @@ class PhaseTracker:
     def _paused_while(
         self, windows: list[Window], count: Callable[[Readings, Readings], None]
     ) -> Iterator[None]:
-        """Extend no phase by the peaks inside; ``count`` the readings before and after."""
+        """Exclude peaks inside from all phases; call ``count`` with the readings around it."""
         before = self._statistics.read_and_reset_peaks()
         begin = self._positions()
         self._paused = True
@@ -301,7 +301,7 @@ class PhaseTracker:
     ) -> dict[str, PhaseRecord]:
         """Return the record of each phase that has been left, charged: without ``stray`` bytes.
 
-        ``workspaces`` are the blocks that turned out to be cuBLAS's.
+        ``workspaces`` are the blocks that were found to be cuBLAS workspaces.
         """
         found = {}
         for phase in self.phases.values():
@@ -327,7 +327,7 @@ class PhaseTracker:
             return
         with self._lock:
             for phase in self._open:
-                # A device that CUDA did not have yet when the phase began was empty then.
+                # A device that was not initialised when the phase began was empty.
                 for device, reading in readings.items():
                     phase.extents[device].reach(reading)
 

@@ -1,4 +1,4 @@
-"""The history of devices, recorded by CUDA or by a simulated GPU, in attribution's interface."""
+"""The recorded history of real and simulated devices, in the form that ``attribution`` reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FACTORIES = (
     *("empty", "zeros", "ones", "full", "rand", "arange", "scalar_tensor", "eye", "linspace"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "resize"),
 )
-"""Prefixes of operators that make tensors, for users and inside of other operators."""
+"""Prefixes of factory operators, which also run inside other operators."""
 
 
 Segments = Sequence[Mapping[str, Any]]
@@ -74,7 +74,7 @@ class RecordedOrigin:
 
     @cached_property
     def operator_name(self) -> str | None:
-        """The operator in C++ frames, else the function of torch's own Python that was called."""
+        """The operator in C++ frames, else the function of torch's Python code that was called."""
         operator = self._operator
         return shown_operator(f"aten::{operator}") if operator else self._called()
 
@@ -83,16 +83,16 @@ class RecordedOrigin:
         """``copy``, ``factory`` or ``computed``, by the operator's name."""
         operator = self._operator
         if operator == "_to_copy":
-            # Under ``to_dtype`` the tensor stays on its device: autocast's casts, ``x.half()``.
+            # ``to_dtype`` is no copy between devices: autocast's casts, ``x.half()``.
             return "computed" if "to_dtype" in self._symbols else "copy"
         base = operator or (self._called() or "").rpartition(".")[2]
         return "factory" if _is_factory(base) else "computed"
 
     @property
     def _operator(self) -> str | None:
-        """The innermost operator that does more than allocate for another one, without overload.
+        """The innermost operator that does more than allocate, without its overload.
 
-        The block of ``relu`` is ``empty_memory_format``'s, called by ``empty_like``, called by it.
+        A block of ``relu`` is allocated by ``empty_memory_format``, called by ``empty_like``.
         """
         called = [_without_overload(symbol) for symbol in self._symbols]
         computing = (operator for operator in called if not _is_factory(operator))
@@ -141,7 +141,7 @@ def _without_overload(symbol: str) -> str:
 class RecordedHistory:
     """A recorder of real devices: the history since :meth:`during` began.
 
-    Splits are not known, because recorded sizes are the requested ones.
+    Splits are unknown, because the recorded sizes are requested sizes.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class RecordedHistory:
     def events(self, device: int, begin: int) -> Iterator[Event]:
         """Yield the events from position ``begin`` on, one for each position.
 
-        Sizes are the requested ones, rounded: a large block that was not split can be larger.
+        Sizes are requested sizes, rounded; a large block that was not split can be larger.
         """
         counted = [entry for entry in _trace(device) if entry["action"] in _ACTIONS]
         for entry in counted[max(begin - position_on(device, self._start), 0) :]:
@@ -194,7 +194,7 @@ class RecordedHistory:
     def reserved(self, device: int, begin: int) -> Sequence[int]:
         """Return the bytes held from the driver at position ``begin``, and after each event.
 
-        A segment belongs to the event that follows: it was obtained for that allocation.
+        A segment's allocation counts with the following event, the allocation that needed it.
         """
         position = position_on(device, self._start)
         changes = [0]
@@ -212,11 +212,11 @@ class RecordedHistory:
         return series
 
     def segments(self, device: int) -> Segments:
-        """Return none, as splits are not known."""
+        """Return an empty list, as splits are unknown."""
         return ()
 
     def splits(self, device: int, begin: int, segments: Segments) -> Sequence[int]:
-        """Return none: they are not known."""
+        """Return an empty list, as splits are unknown."""
         return ()
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
@@ -267,7 +267,7 @@ class SimulatedRecorder:
             if action == "alloc":
                 yield Event(True, address, context.nbytes if context else size, context)
             else:
-                # A free that a stream delays has been requested: its bytes no longer count.
+                # A free that waits for a stream counts from the request on.
                 freed = action in (FREE, "free_requested")
                 yield Event(False, address if freed else 0, 0, None)
 
@@ -284,8 +284,8 @@ class SimulatedRecorder:
     def splits(self, device: int, begin: int, segments: Segments) -> Sequence[int]:
         """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
 
-        ``segments`` are those at position ``begin``. Empty where the result of the events differs
-        from the allocator's own number.
+        ``segments`` are those at position ``begin``. Empty if the number computed from the events
+        differs from the allocator's.
         """
         memory = self._gpus[device].allocator
         splits = Splits(segments)
@@ -309,7 +309,7 @@ LONGEST_NAME = 120
 
 
 def _unwinds_cpp() -> bool:
-    """Return whether torch finds C++ frames; elsewhere it warns or raises at the first allocation.
+    """Return whether torch can unwind C++ frames; else it warns or raises at an allocation.
 
     Source: torch/csrc/profiler/unwind/unwind.cpp; Arm is in the first release known to have it.
     """
@@ -326,7 +326,7 @@ def write_snapshot(folder: Path, nodeid: str) -> Path:
     """
     name = re.sub(r"[^A-Za-z0-9._\[\]-]+", "-", nodeid)
     if name != nodeid or len(name) > LONGEST_NAME:
-        # Two ids must not share a file because of the characters that were replaced.
+        # Without the digest, two ids could share a file name because of replaced characters.
         name = f"{name[:LONGEST_NAME]}-{sha256(nodeid.encode()).hexdigest()[:8]}"
     path = folder / f"{name}.pickle"
     replace_file(path, pickle.dumps(torch.cuda.memory._snapshot()))

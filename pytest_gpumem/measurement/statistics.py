@@ -1,9 +1,9 @@
 """The caching allocator's statistics, read without visible effects on the body of a test.
 
-The meter resets peaks wherever a phase begins or ends. A body must not see that in
-``torch.cuda.max_memory_allocated()``, and its own ``torch.cuda.reset_peak_memory_stats()`` must not
-disturb the meter. So while a test runs the body's entry points are wrapped: peaks that the meter
-reset are remembered and included in the values that the body reads.
+The meter resets peaks wherever a phase begins or ends. That must not change
+``torch.cuda.max_memory_allocated()`` in the body, and ``torch.cuda.reset_peak_memory_stats()`` in
+the body must not disturb the meter. So these functions are wrapped while a test runs: the peaks
+before the meter's resets are included in the values that the body reads.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from pytest_gpumem.simulated.gpu.device import parse_version
 
 _POOLS = ("large_pool", "small_pool")
 MOST_IN_SMALL_POOL = 1 << 20
-"""Bytes of the largest block there (``kSmallSize`` of c10/cuda/CUDACachingAllocator.cpp)."""
+"""Bytes of the largest block in the small pool (``kSmallSize`` of
+c10/cuda/CUDACachingAllocator.cpp)."""
 
 MOST_UNRESET = 64
-"""The statistics of a device that are kept as they were read; each has some hundred numbers."""
+"""The most readings of a device that are kept before merging them; each has some 100 numbers."""
 
 
 @dataclass(frozen=True)
@@ -51,22 +52,22 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Reading:
-    """A device's statistics: the present values, and the peaks since they were last reset."""
+    """A device's statistics: the current values, and the peaks since they were last reset."""
 
     held: Bytes = Bytes()
     """The current values."""
     peak: Bytes = Bytes()
     """The highest values."""
     bytes_ever_allocated: int = 0
-    """The bytes ever handed out: a counter that grows with every allocation."""
+    """The bytes of all allocations so far: a counter that never decreases."""
     in_pools: Callable[[], tuple[int, ...]] = field(default=tuple, compare=False)
-    """Function that returns live blocks and bytes of the pools that can hold a workspace, and how
-    often workspaces have been cleared; empty: not known. Only called where a phase ends: asking
-    for the size of workspaces fixes it."""
+    """Function that returns the live blocks and bytes of the pools that can hold a workspace, and
+    the number of times that workspaces were cleared; empty: not known. It is called only where a
+    phase ends: reading the size of workspaces from torch fixes it."""
 
     @property
     def without_peak(self) -> Reading:
-        """The current values, as if they had never been higher."""
+        """The reading with the current values as its peaks."""
         return replace(self, peak=self.held)
 
 
@@ -85,9 +86,9 @@ Readings = Mapping[int, Reading]
 class CudaStatistics:
     """``torch.cuda``'s statistics of every visible device, real or simulated.
 
-    It does not initialise CUDA: before the test does so itself, every reading is empty. Must be
-    created, and used, while the device is active. ``workspaces`` returns the live ones, where
-    they are known; else they are recognised by size.
+    It does not initialise CUDA: until the test does so, every reading is empty. It must be created
+    and used while the device is active. ``workspaces`` returns the live workspaces, where they are
+    known; else they are recognised by size.
     """
 
     def __init__(self, workspaces: Callable[[], frozenset[Block]] | None = None) -> None:
@@ -95,23 +96,23 @@ class CudaStatistics:
         self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
         self._unreset: dict[int, list[dict[str, Any]]] = {}
-        """Statistics of each device since the body's last reset, whose peaks were the body's."""
+        """Readings of each device since the body's last reset; their peaks belong to the body."""
         self.listeners: list[Callable[[Readings], None]] = []
-        """The callbacks for every reading, because peaks can be taken only once."""
+        """Callbacks for every reading, because reading the peaks resets them."""
         self._unmeasured = False
         self._clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
         self._times_cleared = 0
 
     def read_and_reset_peaks(self) -> Readings:
-        """Return each device's reading, and begin new peaks; the body's peaks remain."""
+        """Return each device's reading, and reset its peaks, but not those that the body sees."""
         readings = {}
         for device in self._devices():
             stats = self._stats(device)
             unreset = self._unreset.setdefault(device, [])
             unreset.append(stats)
-            # Few bodies read their peaks, and each reading has dozens.
+            # Merging is slow, and few bodies read their peaks: merge only when many are kept.
             if len(unreset) >= MOST_UNRESET:
-                unreset[:] = [_raised(stats, unreset)]
+                unreset[:] = [_with_highest_peaks(stats, unreset)]
             self._reset_peaks(device)
             allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
             readings[device] = Reading(
@@ -138,9 +139,9 @@ class CudaStatistics:
             self.read_and_reset_peaks()
 
     def live_blocks(self) -> frozenset[Block]:
-        """Return every block in use, except those freed while a stream works on them.
+        """Return every block in use, except freed ones that a stream still uses.
 
-        They are "active" until the allocator's next allocation, and are no leaks.
+        Those are "active" until the allocator's next allocation, and are no leaks.
         """
         return frozenset(self._active({}))
 
@@ -182,7 +183,7 @@ class CudaStatistics:
 
     @contextmanager
     def own_peaks_shown(self) -> Iterator[None]:
-        """Show the body its own peaks, as if only the body had reset them."""
+        """Show the body the peaks since its own last reset, without the meter's resets."""
         replacements = {
             "_cuda_memoryStats": self._body_stats,
             "_cuda_resetPeakMemoryStats": self._body_reset,
@@ -199,8 +200,8 @@ class CudaStatistics:
     def _body_stats(self, device: int) -> dict[str, Any]:
         unreset = self._unreset.get(device, [])
         if len(unreset) > 1:
-            unreset[:] = [_raised(unreset[-1], unreset)]
-        return _raised(self._stats(device), unreset)
+            unreset[:] = [_with_highest_peaks(unreset[-1], unreset)]
+        return _with_highest_peaks(self._stats(device), unreset)
 
     def _body_reset(self, device: int) -> None:
         self.read_and_reset_peaks()
@@ -240,7 +241,7 @@ class CudaStatistics:
 
 
 def _in_pools(device: int, stats: Mapping[str, Any], cleared: int) -> tuple[int, ...]:
-    """See :attr:`Reading.in_pools`; empty where the backend does not count pools."""
+    """Return :attr:`Reading.in_pools`; empty where the backend does not count pools."""
     blocks, size = stats["allocation"], stats["allocated_bytes"]
     if sum(blocks[pool]["current"] for pool in _POOLS) != blocks["all"]["current"]:
         return ()
@@ -250,13 +251,15 @@ def _in_pools(device: int, stats: Mapping[str, Any], cleared: int) -> tuple[int,
     return (*(each[pool]["current"] for pool in pools for each in (blocks, size)), cleared)
 
 
-def _raised(stats: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return ``stats`` with the highest peaks of these and the ``earlier`` ones."""
+def _with_highest_peaks(
+    stats: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return ``stats`` with the highest peaks among them and the ``earlier`` ones."""
     result = {}
     for key, value in stats.items():
         before = [each[key] for each in earlier if key in each]
         if isinstance(value, dict):
-            value = _raised(value, before)
+            value = _with_highest_peaks(value, before)
         elif key == "peak":
             value = max([value, *before])
         result[key] = value
@@ -266,12 +269,12 @@ def _raised(stats: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> d
 def possible_sizes(device: int) -> frozenset[int] | None:
     """Return the bytes that torch requests for a workspace on ``device``; ``None``: not known.
 
-    None are known where every operation takes a workspace and returns it, as since 2.15.
-    See :mod:`pytest_gpumem.simulated.gpu.workspaces`, which has the sources; not for ROCm.
+    Empty where each operation allocates and frees its workspace, as since 2.15; ``None`` for ROCm.
+    Sources: :mod:`pytest_gpumem.simulated.gpu.workspaces`.
     """
     if torch.version.hip is not None:
         return None
-    if _per_operation():
+    if _has_workspace_per_operation():
         return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     found = _properties(device)
@@ -282,7 +285,7 @@ def possible_sizes(device: int) -> frozenset[int] | None:
 
 
 @cache
-def _per_operation() -> bool:
+def _has_workspace_per_operation() -> bool:
     return workspaces.WorkspaceSettings(parse_version(None), (0, 0), None).per_operation
 
 
@@ -290,26 +293,26 @@ def _per_operation() -> bool:
 def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
     version = parse_version(None)
     ours = workspaces.workspace_bytes(config, version, capability)
-    # 2.14 lists more GPUs with the large one than earlier releases: a size too many
-    # costs nothing, one too few would count a workspace as something else.
+    # 2.14 lists more GPUs with the large size than earlier releases. An additional size does no
+    # harm; without a size, a workspace would not be recognised.
     return frozenset({ours, workspaces.lt_workspace_bytes(version, ours), workspaces.LARGE_BYTES})
 
 
 def _properties(device: int) -> Any:
-    # Not get_device_properties(), which asks for the number of devices: a fixture that is set up
-    # meanwhile would be taken to depend on it.
+    # Not get_device_properties(): it calls device_count(), so that a fixture in its set-up would
+    # seem to depend on the device.
     return torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
 
 
 Pause = Callable[[], AbstractContextManager[None]]
 
 _pauses: list[Pause] = []
-"""The pauses of the current measurements, which all measure this process."""
+"""The functions that pause a current measurement; all of them measure this process."""
 
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Exclude events inside from every measurement; memory kept counts from the end on."""
+    """Exclude events inside from every measurement; remaining memory counts from the end on."""
     with ExitStack() as paused:
         for pause in _pauses:
             paused.enter_context(pause())
@@ -327,9 +330,9 @@ def pausable(pause: Pause) -> Iterator[None]:
 
 
 def clear_workspaces(statistics: CudaStatistics) -> tuple[frozenset[Block], frozenset[Block]]:
-    """Free the cuBLAS and cuBLASLt workspaces; return the blocks they were, and those left.
+    """Free the cuBLAS and cuBLASLt workspaces; return their blocks, and the remaining blocks.
 
-    torch does not mark its workspace blocks: those are the candidates that disappear when they
+    torch does not mark workspace blocks: they are the candidates that disappear when workspaces
     are cleared. Garbage does not disappear, because the collector is paused.
     """
     with paused():

@@ -17,19 +17,19 @@ from pytest_gpumem.simulating import simulate
 from pytest_gpumem.sizes import format_size
 
 FARTHEST = 4
-"""Times the largest batch that ran is the next one to be tried: a step may make its samples on the
-host, whose memory has to hold them."""
+"""The largest factor from one tried batch to the next: a step may make its samples on the host,
+whose memory is limited."""
 MOST_GROWTH = 1 << 16
-"""Times the largest of the given sizes is the largest batch that is tried at all."""
+"""The largest factor from the largest given size to a tried batch."""
 NEIGHBOURS = (-0.05, -0.02, 0.02, 0.05)
-"""Sizes, relative to the largest batch, that are tried too: fragmentation is not monotonic."""
+"""Further sizes to try, relative to the largest batch, as fragmentation is not monotonic."""
 
 
 class Runs:
     """Runs of ``step`` and their results by batch size.
 
-    Each begins with an empty cache and without workspaces: a step that makes all it needs itself
-    runs as it would in a process of its own.
+    Each begins with an empty cache and without workspaces, so that a step that makes its own model
+    runs as in a new process.
     """
 
     def __init__(self, step: Callable[[int], Any], smallest: int, in_a_row: int = 1) -> None:
@@ -45,8 +45,8 @@ class Runs:
     def begin(self) -> None:
         """Run the smallest batch, which makes one-time allocations: optimizer state, workspaces.
 
-        One that does not fit gives way to its half; raises ``torch.OutOfMemoryError`` where a
-        batch of one does not fit.
+        If it does not fit, it is halved; raises ``torch.OutOfMemoryError`` if a batch of one does
+        not fit.
         """
         while True:
             try:
@@ -67,7 +67,7 @@ class Runs:
         torch.cuda.reset_peak_memory_stats()
 
     def fits(self, size: int) -> bool:
-        """Return whether a batch runs, as it did before if it has been tried."""
+        """Return whether a batch runs; a batch that has been tried does not run again."""
         if size not in self.peaks and size not in self.failed:
             self._restore()
             torch.cuda.reset_peak_memory_stats()
@@ -81,9 +81,9 @@ class Runs:
         return size in self.peaks
 
     def known(self, sizes: Sequence[int]) -> list[int]:
-        """Return those of ``sizes`` that run, and smaller ones where these are fewer than two.
+        """Return those of ``sizes`` that run, with smaller sizes if these are fewer than two.
 
-        Raises ``torch.OutOfMemoryError`` where there are no two.
+        Raises ``torch.OutOfMemoryError`` if there are not two.
         """
         running = [size for size in sizes if self.fits(size)]
         smaller = self._smallest
@@ -98,7 +98,7 @@ class Runs:
         return sorted(running)
 
     def _restore(self) -> None:
-        """Restore the state before every run: a failed one has left gradients, for instance."""
+        """Restore the state before a run: a failed one may have left gradients."""
         _empty()
         if _held() == self._at_rest:
             return
@@ -109,10 +109,10 @@ class Runs:
 
 
 def largest_batch(runs: Runs, total: int) -> int | None:
-    """Return a batch that fits and whose next one does not.
+    """Return a batch that fits, while one sample more does not.
 
-    Where fragmentation lets a smaller one fail, it is a smaller one. ``runs`` contains some that
-    fit; ``total`` are the bytes of the device. ``None`` where no batch up to :data:`MOST_GROWTH`
+    It may be smaller than others that fit, because of fragmentation. ``runs`` contains some batches
+    that fit; ``total`` are the bytes of the device. ``None`` if no batch up to :data:`MOST_GROWTH`
     times the known ones fails.
     """
     high = min(runs.failed) if runs.failed else _failing(runs, total)
@@ -129,9 +129,9 @@ def largest_batch(runs: Runs, total: int) -> int | None:
 
 
 def _failing(runs: Runs, total: int) -> int | None:
-    """Return a batch that does not fit; batches that fit on the way are recorded.
+    """Return a batch that does not fit; tried batches that fit are recorded.
 
-    The next one to try is where the line through the two largest that ran reaches ``total``.
+    Each try is the batch at which the line through the two largest that ran reaches ``total``.
     """
     low = max(runs.peaks)
     most = low * MOST_GROWTH
@@ -142,7 +142,7 @@ def _failing(runs: Runs, total: int) -> int | None:
         if upper > lower:
             expected = last + (total - upper) * (last - before) // (upper - lower)
             candidate = min(expected, candidate)
-        if candidate <= low:  # it fits against the prediction: go on in growing strides
+        if candidate <= low:  # it fits, unlike predicted: continue in growing steps
             stride = 2 * stride or max(low // 64, 1)
             candidate = low + stride
         if not runs.fits(candidate):
@@ -152,9 +152,9 @@ def _failing(runs: Runs, total: int) -> int | None:
 
 
 def _bisected(runs: Runs, high: int) -> int:
-    """Return a batch below ``high``, which does not fit, that fits and whose next one does not.
+    """Return a batch below ``high`` that fits, while one sample more does not; ``high`` does not.
 
-    The expected batch is mostly close to the result: first down from ``high`` in growing strides.
+    The result is usually close to ``high``: first go down from there in growing steps.
     """
     low = max((size for size in runs.peaks if size < high), default=0)
     stride = max((high - low) // 64, 1)
@@ -183,7 +183,7 @@ def _held() -> tuple[int, int]:
 
 
 OFF_THE_LINE = 0.1
-"""Part of its peak by which the largest batch may miss the line without a remark."""
+"""The part of its peak by which the largest batch may deviate from the line without a remark."""
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,9 @@ class BatchFit:
     residual: int
     """The largest deviation of a given size's peak from the line."""
     peaks: Mapping[int, int]
-    """Peak allocated by batch size: of the given sizes that ran, or of smaller ones."""
+    """Peak allocated by batch size, for the given sizes that ran or for smaller ones."""
     total_memory: int
-    """Bytes that may be allocated: the device's, or the part of it that the process is allowed."""
+    """Bytes that may be allocated: the device's memory, or the process's part of it."""
     largest: int | None
     """The largest batch that ran; one sample more ran out of memory.
 
@@ -206,13 +206,13 @@ class BatchFit:
     :attr:`larger_that_ran`.
     """
     tried: Mapping[int, int | None] = field(default_factory=dict)
-    """Every batch of the search: its peak allocated, ``None`` where it ran out of memory."""
+    """The peak allocated of every tried batch, ``None`` if it ran out of memory."""
 
     @property
     def larger_that_ran(self) -> tuple[int, ...]:
-        """Batches beyond :attr:`largest` that ran all the same.
+        """Batches larger than :attr:`largest` that ran.
 
-        Where free memory lies in pieces, a batch can find room where a smaller one found none.
+        With fragmentation, a batch can fit although a smaller one does not.
         """
         if self.largest is None:
             return ()
@@ -249,15 +249,15 @@ def fit_batch(
 ) -> BatchFit:
     """Run ``step(batch)`` for each of ``sizes`` and fit a line through its peaks.
 
-    On the CUDA device that is current, real or simulated; ``gpu`` names a model to be simulated
+    It runs on the current CUDA device, real or simulated; ``gpu`` names a model to simulate
     instead: then ``step`` has to make its model itself, on its first call or on each. With
     ``largest`` the largest batch that fits the device is searched for, and confirmed by running it
-    and the next one. Every run begins with an empty cache; training begins so only once, so that a
-    batch may run once and not ``in_a_row`` times: use 3 where ``step`` is one of many.
+    and the next one. Every run begins with an empty cache, unlike the steps of a training, in which
+    a batch may fit once and not repeatedly: use ``in_a_row=3`` if ``step`` is one of many.
 
-    Nothing is charged to the calling test. Large random tensors that a step makes on the
-    CPU are left unfilled where the device is simulated. Raises ``ValueError`` for fewer than two
-    different sizes, ``torch.OutOfMemoryError`` where neither two of them nor smaller ones fit.
+    Nothing is charged to the calling test. Large random tensors that a step makes on the CPU are
+    left unfilled if the device is simulated. Raises ``ValueError`` for fewer than two different
+    sizes, ``torch.OutOfMemoryError`` if neither two of them nor smaller ones fit.
     """
     ordered = sorted(set(sizes))
     if len(ordered) < 2 or ordered[0] < 1:
@@ -282,11 +282,11 @@ def fit_batch(
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """Leave large random tensors on the CPU as the system gave them, if the GPU computes nothing.
+    """Leave large random tensors on the CPU uninitialised, if the GPU computes nothing.
 
-    For runs where only memory matters: half of the time of a step that makes its model on the CPU
-    is spent on random weights, and samples for the largest batch of a large GPU, once written, need
-    more memory than a laptop has. Does nothing outside a simulation.
+    This is for runs in which only memory matters. A step that makes its model on the CPU needs half
+    of its time for random weights, and samples for the largest batch of a large GPU would need more
+    memory than a laptop has. Does nothing outside a simulation.
     """
     from pytest_gpumem.simulated.simulation import active_simulation
 

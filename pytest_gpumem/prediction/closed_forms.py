@@ -1,10 +1,10 @@
-"""Memory by formula: parameters, gradients, optimizer state and what layers keep for backward.
+"""Memory by formula: parameters, gradients, optimizer state and tensors saved for backward.
 
-Bytes are those of live blocks: every tensor takes its elements' bytes rounded up to
-:data:`BLOCK`, the caching allocator's smallest block. Of a tensor of more than 1 MiB the allocator
-may hand out up to 1 MiB more, what it does not split off (CUDACachingAllocator.cpp,
-``should_split``), which no closed form contains. Modules and optimizers may live on any
-device, also on ``meta``: only shapes and types are read.
+Bytes are those of live blocks: the bytes of a tensor's elements, rounded up to :data:`BLOCK`, the
+caching allocator's smallest block. A tensor of more than 1 MiB may get a block that is up to 1 MiB
+larger, if the allocator does not split it (CUDACachingAllocator.cpp, ``should_split``); closed
+forms do not contain that. Modules and optimizers may be on any device, also on ``meta``: only
+shapes and types are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shape = Sequence[int]
 
 
 def block_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    """Return the bytes that a tensor of ``shape`` takes on the device; an empty one takes none."""
+    """Return the bytes of a tensor of ``shape`` on the device, 0 for an empty one."""
     return -(-prod(shape) * dtype.itemsize // BLOCK) * BLOCK
 
 
@@ -54,7 +54,7 @@ def gradient_bytes(model: nn.Module) -> int:
 def autocast_cache_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """Return the bytes of autocast's copies of float32 parameters, kept until its context ends.
 
-    Of every parameter that such an operator casts and that requires grad: all weights of linear and
+    It copies parameters that require grad and that an operator casts: all weights of linear and
     convolution layers. Source: aten/src/ATen/autocast_mode.cpp, ``cached_cast``.
     """
     layers = (nn.Linear, nn.modules.conv._ConvNd)
@@ -72,14 +72,14 @@ def autocast_cache_bytes(model: nn.Module, dtype: torch.dtype) -> int:
 
 Group = Mapping[str, Any]
 State = Callable[[torch.Tensor, Group], Iterable[tuple[Shape, torch.dtype]]]
-"""The tensors on the device that an optimizer keeps of one parameter."""
+"""Function that returns the tensors that an optimizer keeps on the device for one parameter."""
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the optimizer's state on the device once it has stepped, by its options.
+    """Return the bytes of the optimizer's state on the device after a step, by its options.
 
     Source: ``_init_group`` of each module in torch/optim. Raises ``ValueError`` for an optimizer
-    that has no closed form here: of a library, or one whose state depends on the run (LBFGS).
+    without a closed form: of a library, or one whose state depends on the run (LBFGS).
     """
     own = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim"))
     tensors = next((_STATES[kind.__name__] for kind in own if kind.__name__ in _STATES), None)
@@ -100,9 +100,9 @@ _SCALAR: Shape = ()
 
 
 def _like(count: int | Callable[[Group], int], *, scalars: int = 1) -> State:
-    """Return a state of ``count`` tensors like the parameter, by the options where they decide.
+    """Return a state of ``count`` tensors like the parameter; ``count`` may depend on the options.
 
-    A step counter is a ``scalar`` on the device where they ask for that, else a CPU tensor
+    Step counters (``scalars``) are on the device if the options ask for that, else on the CPU
     (torch/optim/optimizer.py, _get_scalar_dtype).
     """
 
@@ -117,7 +117,7 @@ def _like(count: int | Callable[[Group], int], *, scalars: int = 1) -> State:
 
 def _asgd(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
     yield parameter.shape, parameter.dtype
-    # step, eta and mu are made on the parameter's device, whatever the options.
+    # step, eta and mu are always made on the parameter's device.
     yield from [(_SCALAR, torch.float32)] * 3
 
 
@@ -155,8 +155,8 @@ _STATES: Mapping[str, State] = {
 class SavedTensors:
     """The tensors that a layer keeps for backward.
 
-    Its ``input`` and ``output`` are tensors that a neighbour may keep too, so that they count once;
-    ``extra`` are bytes of its own.
+    ``input`` and ``output`` are tensors that a neighbouring layer may keep, too; they count once.
+    ``extra`` are further bytes.
     """
 
     shape: tuple[int, ...]
@@ -178,14 +178,14 @@ def activation_bytes(
 ) -> int:
     """Return the bytes that a chain of layers keeps for backward, with output and without input.
 
-    ``shape`` and ``dtype`` are those of the input; ``requires_grad`` is whether it needs a
-    gradient, as inside a larger model. Each tensor counts once, whichever layers keep it. Raises
-    ``ValueError`` for a layer without a closed form.
+    ``shape`` and ``dtype`` are those of the input; ``requires_grad``: it needs a gradient, as
+    inside a larger model. A tensor that several layers keep counts once. Raises ``ValueError`` for
+    a layer without a closed form.
     """
     chain = _flattened([layers] if isinstance(layers, nn.Module) else layers)
     current = tuple(shape)
     graph = requires_grad
-    # The tensor between two layers: is it kept, and how large is it? The input is the caller's.
+    # Whether the tensor between two layers is kept, and its bytes; the first input is not counted.
     kept, between = True, 0
     total = 0
     for layer in chain:
@@ -219,7 +219,7 @@ def _flattened(layers: Iterable[nn.Module]) -> Iterable[nn.Module]:
 
 
 def _makes_new(layer: nn.Module) -> bool:
-    """Return whether the output is a tensor of its own: not for views and in-place layers."""
+    """Return whether the output is a new tensor, unlike that of views and in-place layers."""
     if isinstance(layer, (nn.Identity, nn.Flatten)):
         return False
     if isinstance(layer, nn.Dropout) and (not layer.training or layer.p == 0):
@@ -265,7 +265,7 @@ def _two_of(shape: tuple[int, ...]) -> int:
     return 2 * block_bytes(shape, torch.float32)
 
 
-# What each layer keeps, by its formula in derivatives.yaml of autograd.
+# The tensors that each layer keeps, by its formula in derivatives.yaml of autograd.
 _LAYERS: Mapping[type[nn.Module], Layer] = {
     # addmm: the weight's gradient needs the input; batch · in elements.
     nn.Linear: lambda layer, shape: SavedTensors(
@@ -329,7 +329,7 @@ def attention_bytes(
 
 
 class Expected:
-    """Bytes by category, each parameter and optimizer once; nothing is kept alive.
+    """Bytes by category, counting each parameter and optimizer once, with weak references.
 
     It begins with the bytes of ``before``.
     """

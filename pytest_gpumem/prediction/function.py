@@ -1,6 +1,6 @@
 """The memory of a function: on a simulated GPU, or on this process's CUDA device, real or dry.
 
-Also of a program that is run twice: as eager code, and compiled by ``torch.compile``.
+A program can also be run twice: as eager code, and compiled by ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from pytest_gpumem.values.prediction import Prediction
 from pytest_gpumem.values.world import RequestedRank
 
 MEASURED = "cuda"
-"""Stands for this process's CUDA device in place of a model to simulate."""
+"""The name of this process's CUDA device, in place of a model to simulate."""
 
 T = TypeVar("T")
 
 
 def device_here(computed: ValueLevel = ValueLevel.AT_FIRST) -> CudaDevice:
-    """Return this process's CUDA device; raises ``DeviceError`` where torch sees none.
+    """Return this process's CUDA device; raises ``DeviceError`` if torch sees none.
 
-    A dry one has the ``computed`` values.
+    A dry device computes values of the level ``computed``.
     """
     if is_loaded():
         from pytest_gpumem.device.dry import DryDevice
@@ -71,8 +71,8 @@ def on_device(
 ) -> T:
     """Return the result of ``run`` with the device of ``gpu``, which is active inside.
 
-    The device knows it by ``name``. Where it depends on a value that the device has not computed,
-    it runs again with more values; raises ``WorkLimitError`` where these take longer than a test's.
+    ``name`` names the run. If it depends on a value that the device has not computed, it runs again
+    with more values; raises ``WorkLimitError`` if computing them takes longer than the limit.
     """
     computed, reason = ValueLevel.AT_FIRST, None
     while True:
@@ -126,11 +126,11 @@ def predict(
 ) -> Prediction:
     """Run ``call``, of that ``name``, on a simulated ``gpu`` and return its memory.
 
-    ``"cuda"`` is this process's CUDA device; where memory does not suffice there, the bytes are
-    those up to then. A ``mode`` is added to the result, with the live blocks at the peaks. With a
-    number of ``ranks`` it is run as those of them that may differ, and the result is that of the
-    largest. Raises ``ValueError`` for a model that is not in the catalogue, or an impossible number
-    of ranks, and what ``call`` raises, but for running out of memory.
+    ``"cuda"`` is this process's CUDA device; if memory runs out there, the bytes are those until
+    then. A ``mode`` is added to the result, with the live blocks at the peaks. With ``ranks`` the
+    call runs as each rank that may differ, and the result is that with the highest peak. Raises
+    ``ValueError`` for a model that is not in the catalogue or an impossible number of ranks, and
+    exceptions of ``call`` except for running out of memory.
     """
     model = gpu if gpu == MEASURED else find_gpu(gpu)
     if ranks is None:
@@ -201,8 +201,8 @@ Pairs = tuple[tuple[Prediction, Prediction], ...]
 def compare(predicting: Callable[[Mode], Sequence[Prediction]]) -> tuple[Pairs, bool]:
     """Predict a program as eager code and compiled; return also whether it compiles by itself.
 
-    Its own ``torch.compile`` are compiled where it has any, else every module that is called by
-    something other than a module is, as ``Module.compile()`` does.
+    If it calls ``torch.compile``, that code is compiled, else every outermost module, as
+    ``Module.compile()`` does.
     """
     eager = predicting(Mode(EAGER))
     by_itself = any(tell_of_compiled_code(one.notes) for one in eager)

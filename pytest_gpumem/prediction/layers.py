@@ -1,8 +1,7 @@
-"""A model layer by layer: shapes, parameters, what is kept for backward, peaks and FLOPs.
+"""A model layer by layer: shapes, parameters, memory kept for backward, peaks and FLOPs.
 
-Matrix products are counted as they run (``torch.utils.flop_counter``). The operations of
-activations, norms and pooling are few beside them, no kernel counts them, and so they are counted
-by kind of layer.
+Matrix products are counted by ``torch.utils.flop_counter`` while they run. The fewer operations of
+activations, norms and pooling, which it does not count, are computed by kind of layer.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class NoModelError(ValueError):
 
 @dataclass
 class CallMemory(Plain):
-    """The memory of one call of a module, the modules inside it included; sizes in bytes."""
+    """The memory of one call of a module, including modules inside it; sizes in bytes."""
 
     kept: int = 0
     """Bytes allocated by the call and live when it returned: its output, and saved tensors."""
     peak: int = 0
-    """The most bytes allocated beyond those when it began."""
+    """The most bytes allocated beyond those at its start."""
 
 
 @dataclass
@@ -53,17 +52,17 @@ class Layer(Plain):
     inputs: tuple[tuple[int, ...], ...] = ()
     outputs: tuple[tuple[int, ...], ...] = ()
     parameters: int = 0
-    """Number of parameters, those of the modules inside included, each once."""
+    """Number of parameters, including those of modules inside, each once."""
     flops: int = 0
     """FLOPs of the forward pass: in a matrix product two for each multiplication and addition."""
     multiply_adds: int = 0
-    """MACs of the forward pass, as architectures are compared: half of a matrix product's FLOPs."""
+    """Multiply-adds (MACs) of the forward pass: half of a matrix product's FLOPs."""
     read: int = 0
     """Bytes of the inputs, parameters and buffers that its layers read in the forward pass."""
     written: int = 0
     """Bytes of the outputs that its layers write."""
     outputs_held: int = 0
-    """Bytes of those outputs that have memory of their own: not views, nor in place."""
+    """Bytes of those outputs that are new tensors: not views, nor results in place."""
     training: CallMemory = field(default_factory=CallMemory)
     inference: CallMemory = field(default_factory=CallMemory)
 
@@ -77,11 +76,10 @@ def layers_of(
 ) -> list[Layer]:
     """Return the module calls of the first model that ``target`` calls, in order, outermost first.
 
-    ``target`` may also return a model, or a model and its inputs, which is then called; ``inputs``
-    are shapes and types, ``((8, 256), "int64")``, for a model without inputs. It runs on a
-    simulated ``gpu``, or on the CUDA device where that is ``"cuda"``. The model runs once without
-    gradients and once with them. Raises :class:`NoModelError` where no model is found, or its
-    inputs are missing.
+    ``target`` may also return a model, or a model and its inputs, and the model is then called;
+    ``inputs`` are shapes and types, ``((8, 256), "int64")``, for a model returned without inputs.
+    It runs on a simulated ``gpu``, or on the CUDA device for ``"cuda"``, once without gradients and
+    once with them. Raises :class:`NoModelError` if no model is found, or its inputs are missing.
     """
     return on_device(gpu, "", lambda _: _analyzed(target, inputs))
 
@@ -89,7 +87,7 @@ def layers_of(
 def _analyzed(target: Callable[[], Any], inputs: Sequence[Input]) -> list[Layer]:
     layers: list[Layer] = []
     with pytest.MonkeyPatch.context() as patches, suppress(_DoneError):
-        patches.setattr(nn.Module, "__call__", _followed(nn.Module.__call__, layers))
+        patches.setattr(nn.Module, "__call__", _analyzing_call(nn.Module.__call__, layers))
         returned = target()
         if not layers:
             _call(returned, inputs)
@@ -101,7 +99,7 @@ def _analyzed(target: Callable[[], Any], inputs: Sequence[Input]) -> list[Layer]
 
 
 class _DoneError(BaseException):
-    """A signal that ends the target: everything is known."""
+    """A signal that ends the target after its model has been recorded."""
 
 
 def _call(returned: Any, given: Sequence[Input]) -> None:
@@ -126,8 +124,8 @@ def _call(returned: Any, given: Sequence[Input]) -> None:
         model(*inputs)
 
 
-def _followed(call: Callable[..., Any], found: list[Layer]) -> Callable[..., Any]:
-    """Return ``Module.__call__`` that runs the first model and fills ``found`` with its layers."""
+def _analyzing_call(call: Callable[..., Any], found: list[Layer]) -> Callable[..., Any]:
+    """Return a ``Module.__call__`` that runs the first model and adds its layers to ``found``."""
     following: _Pass | None = None
 
     @functools.wraps(call)
@@ -143,7 +141,7 @@ def _followed(call: Callable[..., Any], found: list[Layer]) -> Callable[..., Any
             return following.layers
 
         with torch.no_grad():
-            ran()  # libraries take their workspaces
+            ran()  # so that libraries have allocated their workspaces
             inference = defaultdict[str, list[CallMemory]](list)
             for layer in ran():
                 inference[layer.path].append(layer.training)
@@ -197,7 +195,7 @@ class _Pass:
         now = torch.cuda.memory_allocated()
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         storages, size = frozenset(map(_storage, given)), sum(map(_bytes, (*given, *own)))
-        del given  # none is kept alive by this
+        del given  # must not keep tensors alive
         opened = _Open(layer, module, now, storages, size)
         self._open.append(opened)
         products = self._flops()
@@ -219,7 +217,7 @@ class _Pass:
             layer.training = CallMemory(kept, opened.highest - now)
 
     def _count(self, call: _Open, outputs: list[torch.Tensor]) -> None:
-        """Add a layer's numbers to its own call and to all enclosing ones."""
+        """Add a layer's numbers to its call and to all enclosing calls."""
         layer = call.layer
         first = [shapes[0] if shapes else () for shapes in (layer.inputs, layer.outputs)]
         read, made = (prod(shape) for shape in first)
@@ -250,7 +248,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of all elements; ``nbytes`` is not defined for sparse tensors."""
+    """Return the bytes of all elements, because ``nbytes`` is not defined for sparse tensors."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -259,7 +257,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _norm(module: Any, written: int) -> tuple[int, int]:
-    """Count by element: minus the mean, by the deviation; if learned, times weight, plus bias."""
+    """Count by element: minus mean, divided by deviation; if learned, times weight, plus bias."""
     affine = getattr(module, "affine", getattr(module, "elementwise_affine", False))
     return (2 * written, 4 * written) if affine else (written, 2 * written)
 
@@ -305,7 +303,7 @@ _COUNTS: tuple[tuple[Any, Callable[[Any, int, int], tuple[int, int]]], ...] = (
         lambda module, read, written: (read, read),
     ),
 )
-"""Operations of one call besides matrix products, from the elements of its first input and first
-output: multiply-adds, where a product and its addition are one as is any other operation on an
-element, and FLOPs, each by itself. As torchstat and the papers count them: MAdd by the window for
-pooling, 2 for a batch norm with weights, 1 for an activation."""
+"""Functions that return a call's operations besides matrix products from the elements of its first
+input and first output: multiply-adds, where a product with its addition, or any other operation on
+an element, counts as one; and FLOPs, where each operation counts. They are counted as by torchstat
+and in papers: the window for pooling, 2 for a batch norm with weights, 1 for an activation."""

@@ -47,7 +47,7 @@ class Group(Plain):
 
 @dataclass
 class Line(Plain):
-    """A line of a function, all its executions together; sizes in bytes."""
+    """A line of a function, with all its executions; sizes in bytes."""
 
     path: str
     number: int
@@ -61,16 +61,16 @@ class Line(Plain):
     peak: int = 0
     """The most bytes allocated while it ran."""
     process: int | None = None
-    """The bytes that the process held of the device when the line was left for the last time: by
-    NVML, with the CUDA context; on a simulated device, which has none, what the allocator has
-    reserved. ``None`` where NVML cannot read it."""
+    """The bytes of the device that the process held when the line was left for the last time: by
+    NVML, with the CUDA context; on a simulated device the allocator's reserved bytes. ``None``
+    if NVML cannot read it."""
     added: tuple[Group, ...] = ()
     removed: tuple[Group, ...] = ()
 
 
 @dataclass
 class _Execution:
-    """A line from when it was reached to when the next one was; positions in the history."""
+    """One execution of a line, until the next line is reached; positions in the history."""
 
     code: CodeType
     number: int
@@ -81,7 +81,7 @@ class _Execution:
 
 
 @contextmanager
-def _following(
+def _tracing_lines(
     codes: frozenset[CodeType], position: Callable[[], int], process: Callable[[], int | None]
 ) -> Iterator[list[_Execution]]:
     """Trace the lines of some functions inside, by ``sys.settrace``."""
@@ -111,8 +111,8 @@ def lines_of(
 ) -> list[Line]:
     """Run ``target`` on a simulated ``gpu`` and return the memory of each line of ``functions``.
 
-    ``gpu="cuda"`` is the current CUDA device. Lines are in the order in which they were reached
-    first. Calls made by a line count to it.
+    ``gpu="cuda"`` is the current CUDA device. Lines are in the order of their first execution. A
+    line's memory includes that of the calls it makes.
     """
     codes = frozenset(function.__code__ for function in functions)
     return on_device(gpu, "", lambda device: _measured(target, codes, device))
@@ -121,7 +121,7 @@ def lines_of(
 def _measured(target: Callable[[], Any], codes: frozenset[CodeType], device: Device) -> list[Line]:
     if recorder := device.recorder:
         own = device.index
-        return _followed(target, codes, recorder, own, lambda: torch.cuda.memory_reserved(own))
+        return _run_traced(target, codes, recorder, own, lambda: torch.cuda.memory_reserved(own))
     torch.cuda.init()
     index = torch.cuda.current_device()
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
@@ -132,10 +132,10 @@ def _measured(target: Callable[[], Any], codes: frozenset[CodeType], device: Dev
 
     history = RecordedHistory()
     with history.during("all"):
-        return _followed(target, codes, history, index, process)
+        return _run_traced(target, codes, history, index, process)
 
 
-def _followed(
+def _run_traced(
     target: Callable[[], Any],
     codes: frozenset[CodeType],
     recorder: Recorder,
@@ -146,7 +146,7 @@ def _followed(
     tracker = PhaseTracker(CudaStatistics(), account.positions)
     account.begin((), None)
     begin = position_on(device, recorder.positions())
-    following = _following(
+    following = _tracing_lines(
         codes, lambda: position_on(device, recorder.positions()) - begin, process
     )
     with AutomaticPhases(tracker, account.observer).watching(), following as executions:

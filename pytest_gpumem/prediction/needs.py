@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.environment import Environment
 
 CACHE = Path(".pytest_cache", "d", "gpumem")
-"""pytest's cache by default, below the folder of the ini file."""
+"""The default of pytest's cache, relative to the folder of the ini file."""
 
 SIMULATED = "sim-"
 """Prefix of the keys of simulated environments."""
@@ -45,21 +45,21 @@ class _Measured:
 def needs_of(
     given: Sequence[str], runners: Sequence[Rental], durations: Path | None, *, dry: bool
 ) -> tuple[list[PlannedTest], tuple[str, ...]]:
-    """Return the needs of the tests that ``given`` names on ``runners``, and sentences on sources.
+    """Return the needs of tests on ``runners``, and sentences on their sources.
 
     ``given`` are JSON reports, or a folder of baselines, or else pytest's arguments: paths and node
-    ids, which run on simulated or ``dry`` GPUs, in a process of their own. ``durations`` is a file
-    of durations; otherwise pytest's cache and pytest-split's file are read. Raises ``ValueError``
-    where that cannot be read or run.
+    ids, which run on simulated or ``dry`` GPUs in a separate process. ``durations`` is a file of
+    durations; without it, pytest's cache and pytest-split's file are read. Raises ``ValueError`` if
+    these cannot be read, or tests cannot run.
     """
     paths = [Path(one) for one in given]
     folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     measured: list[_Measured] = []
     if paths and all(path.suffix == ".json" for path in paths):
-        measured = [one for path in paths for one in _of_report(path)]
+        measured = [one for path in paths for one in _measured_in_report(path)]
         tests, source = _needs(measured, runners), "as measured by"
     elif folder and any(folder.rglob("*.json")) and not any(folder.rglob("*.py")):
-        measured = list(_of_baselines(folder))
+        measured = list(_measured_in_baselines(folder))
         tests, source = _needs(measured, runners), "stored baselines of"
     else:
         tests, source = _run(given or ["."], runners, dry=dry)
@@ -71,7 +71,7 @@ def needs_of(
     return sorted(timed, key=lambda test: test.nodeid), sources
 
 
-def _of_report(path: Path) -> Iterator[_Measured]:
+def _measured_in_report(path: Path) -> Iterator[_Measured]:
     from pytest_gpumem.report.json_report import read_report
 
     for record in read_report(path):
@@ -81,14 +81,14 @@ def _of_report(path: Path) -> Iterator[_Measured]:
             record.nodeid,
             record.environment,
             max(found.peak_reserved, found.peak_allocated, 0) if found and ran else None,
-            # Beside others a test's duration depends on them.
+            # The duration of a test beside others depends on the others.
             None if record.beside else record.duration,
             record.expectation.get("min_memory"),
             "" if found and ran else f"it {record.outcome} where it was measured",
         )
 
 
-def _of_baselines(folder: Path) -> Iterator[_Measured]:
+def _measured_in_baselines(folder: Path) -> Iterator[_Measured]:
     from pytest_gpumem.baseline.store import read_folder
 
     for module, file in read_folder(folder):
@@ -98,7 +98,7 @@ def _of_baselines(folder: Path) -> Iterator[_Measured]:
 
 
 def _needs(measured: Iterable[_Measured], runners: Sequence[Rental]) -> list[PlannedTest]:
-    """Return each test once: on a runner as measured there, else the most that it took anywhere."""
+    """Return each test once, with its need as measured on a runner, else the largest anywhere."""
     by_test: dict[str, list[_Measured]] = defaultdict(list)
     for one in measured:
         by_test[one.nodeid].append(one)
@@ -126,7 +126,7 @@ def _run(
 ) -> tuple[list[PlannedTest], str]:
     from importlib.metadata import version
 
-    if find_spec("torch") is None:  # reported before another process is started in vain
+    if find_spec("torch") is None:  # else a process would start only to report that
         raise ModuleNotFoundError("torch is not installed", name="torch")
 
     from pytest_gpumem.prediction.process import PredictionError, Request, run_tests
@@ -144,10 +144,10 @@ def _run(
     source = f"simulated on each runner by the rules of torch {release}"
     if dry:
         source = f"dry on each runner, by torch {release}'s own CUDA code"
-    return [_answered(nodeid, found) for nodeid, found in by_test.items()], source
+    return [_planned_test(nodeid, found) for nodeid, found in by_test.items()], source
 
 
-def _answered(nodeid: str, answers: Sequence[MachineResult]) -> PlannedTest:
+def _planned_test(nodeid: str, answers: Sequence[MachineResult]) -> PlannedTest:
     sizes, refusals = {}, {}
     for answer in answers:
         if answer.measured and answer.record is not None:
@@ -170,11 +170,11 @@ def _timed(
     measured: Iterable[_Measured],
     durations: Path | None,
 ) -> tuple[list[PlannedTest], str]:
-    """Return ``tests`` with durations, and a sentence on the source of these."""
+    """Return ``tests`` with durations, and a sentence on the source of the durations."""
     known, where = _durations(measured, durations)
     timed = []
     for test in tests:
-        taken = {runner.name: _taken(test.nodeid, known, runner) for runner in runners}
+        taken = {runner.name: _seconds_on(test.nodeid, known, runner) for runner in runners}
         seconds = {name: value for name, value in taken.items() if value is not None}
         timed.append(replace(test, seconds=seconds))
     count = sum(bool(test.seconds) for test in timed)
@@ -192,7 +192,7 @@ def _timed(
 def _durations(
     measured: Iterable[_Measured], file: Path | None
 ) -> tuple[dict[str, dict[str, float]], str]:
-    """Return seconds by environment key and node id, and where they were found."""
+    """Return seconds by environment key and node id, and the text on their source."""
     if file is not None:
         return {"": dict(read_weights(file).seconds)}, f"by {file}"
     known: dict[str, dict[str, float]] = defaultdict(dict)
@@ -214,8 +214,8 @@ def _durations(
     return {}, ""
 
 
-def _taken(nodeid: str, known: Seconds, runner: Rental) -> float | None:
-    """Return the need of a test on ``runner``: measured on it, else on any GPU, else simulated."""
+def _seconds_on(nodeid: str, known: Seconds, runner: Rental) -> float | None:
+    """Return a test's seconds on ``runner``: measured there, else on any GPU, else simulated."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", runner.model.full_name)
     ranked: dict[int, list[float]] = defaultdict(list)
     for key, tests in known.items():

@@ -1,8 +1,8 @@
-"""Tests on GPUs that are not present: they run on simulated ones, in a process of their own.
+"""Runs of tests on simulated GPUs, in a separate process.
 
-The process is pytest with the arguments of the calling one, so that its conftest files, ini file,
-options and plugins apply, and with this module as a plugin. Whatever must not happen twice is
-switched off: reports, caches, baselines, workers, debuggers.
+The process is pytest with the arguments of the calling one, so that the same conftest files, ini
+file, options and plugins apply, and with this module as a plugin. Options whose effects must not
+happen twice are switched off: reports, caches, baselines, workers, debuggers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.world import RequestedRank
 
 REQUEST = "PYTEST_GPUMEM_REQUEST"
-"""The environment variable with the path of a :class:`Request`; the answer is written beside it."""
+"""The environment variable with the path of a :class:`Request`; the results are written beside it.
+"""
 ANSWER = "answer.json"
 
 UNBOUNDED = 1 << 50
-"""Memory of a device on which everything fits, to see how much a program would need."""
+"""Bytes of a device on which any program fits, to measure how much it needs."""
 
 RAN_OUT = "it runs out of memory"
 """The problem of a test that ran out of memory."""
@@ -81,7 +82,7 @@ class Mode(Plain):
     code: str = ""
     """:data:`EAGER` or :data:`COMPILED`."""
     modules: bool = False
-    """Whether its modules are compiled because the program itself compiles nothing."""
+    """Whether its modules are compiled although the program itself compiles nothing."""
 
     @property
     def compile(self) -> str:
@@ -94,20 +95,20 @@ AS_IT_IS = Mode()
 
 @dataclass(frozen=True)
 class Request(Plain):
-    """Tests, and the machines on each of which they run."""
+    """Tests, and the machines; each test runs on each machine."""
 
     tests: tuple[str, ...]
-    """Node ids, or paths in front of ``::`` that are absolute."""
+    """Node ids, which may begin with an absolute path."""
     machines: tuple[Machine, ...]
     unbounded: bool = False
     """Whether a test that runs out of memory runs again with unlimited memory."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further values of ``config.option``, by name; none for a dry device."""
     seconds: float | None = None
-    """Seconds after which no other test begins, and a running one gets as long again."""
+    """Seconds after which no further test begins; a running one may take as long again."""
     mode: Mode = AS_IT_IS
     dry: bool = False
-    """Whether each machine is a dry device, in a process of its own."""
+    """Whether each machine is a dry device, in a separate process."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class MachineResult(Plain):
     fits: bool
     """Whether memory sufficed; if not, it ran again with unlimited memory, if requested."""
     problem: str
-    """The reason of a skip or failure; where only a verdict failed it, its numbers are valid."""
+    """The reason of a skip or failure; if only a verdict failed, the numbers are valid."""
 
     @property
     def measured(self) -> bool:
@@ -135,36 +136,36 @@ def run_tests(
 ) -> list[MachineResult]:
     """Run the tests on each of the machines; the caller's process is not changed.
 
-    ``arguments`` are those of the calling pytest in ``folder``. Raises :class:`PredictionError`
-    where pytest does not get as far as running tests.
+    ``arguments`` are those of the calling pytest in ``folder``. Raises :class:`PredictionError` if
+    pytest ends before it runs tests.
     """
     if not request.dry:
-        return _answers(request, arguments, folder, {})
+        return _results(request, arguments, folder, {})
     from pytest_gpumem.dry.load import environment_of_option
 
     found = []
     for machine in request.machines:
         gpu = machine.model.name
         one = replace(request, machines=(machine,), unbounded=False)
-        for answer in _answers(one, arguments, folder, environment_of_option(gpu)):
+        for answer in _results(one, arguments, folder, environment_of_option(gpu)):
             if request.unbounded and answer.problem == RAN_OUT:
                 again = replace(one, tests=(answer.nodeid,))
                 larger = environment_of_option(gpu, UNBOUNDED)
-                (large,) = _answers(again, arguments, folder, larger)
+                (large,) = _results(again, arguments, folder, larger)
                 answer = replace(large, fits=False)
             found.append(answer)
     return found
 
 
-def _answers(
+def _results(
     request: Request, arguments: Sequence[str], folder: Path | None, variables: Mapping[str, str]
 ) -> list[MachineResult]:
-    """Return the answers of a process with these environment ``variables`` to ``request``."""
+    """Return the results of ``request`` from a process with these environment ``variables``."""
     seconds = request.seconds
     with tempfile.TemporaryDirectory() as temporary:
         own = Path(temporary)
         request.to_file(own / "request.json")
-        # Only tests follow ``--``.
+        # After ``--`` there are only tests.
         given = list(arguments)
         end = given.index("--") if "--" in given else len(given)
         options = ["-p", __name__]
@@ -197,7 +198,7 @@ def last_words(ran: subprocess.CompletedProcess[str]) -> str:
     """Return pytest's first error, else its last line."""
     lines = [line.strip() for line in (*ran.stderr.splitlines(), *ran.stdout.splitlines())]
     written = [line for line in lines if line.strip("= ")]
-    # Headings, as "==== ERRORS ====", have their signs still.
+    # Headings, such as "==== ERRORS ====", still have their signs and do not match.
     errors = [line for line in written if line.startswith(("ERROR", "E  ", "FAILED"))]
     last = errors or written[-1:] or [f"pytest ended with code {ran.returncode}"]
     return last[0].strip("= ")
@@ -206,12 +207,11 @@ def last_words(ran: subprocess.CompletedProcess[str]) -> str:
 def predict_test(
     nodeid: str, gpus: Sequence[str], *, mode: Mode = AS_IT_IS, dry: bool = False
 ) -> list[Prediction]:
-    """Run a test on simulated or ``dry`` GPUs, in a process of its own; return the result for each.
+    """Run a test on simulated or ``dry`` GPUs, in a separate process; return the result for each.
 
-    A ``mode`` is added to the result, with the live blocks at the peaks.
-    Limits and baselines do not matter, nor does the model that its marker names. Raises
-    ``ValueError`` for a model that is not in the catalogue, :class:`PredictionError` where
-    ``nodeid`` is not one test, or does not run there.
+    A ``mode`` is added to the result, with the live blocks at the peaks. Limits, baselines and the
+    model in the test's marker are ignored. Raises ``ValueError`` for a model that is not in the
+    catalogue, :class:`PredictionError` if ``nodeid`` is not one test, or does not run there.
     """
     models = {model.name: model for model in map(find_gpu, gpus)}
     machines = tuple(Machine(model, 1) for model in models.values())
@@ -249,7 +249,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 
 
 class Simulations(DeviceSelector):
-    """The choice of the present run's machine, whatever the options are."""
+    """A device selector that always chooses the machine of the current run."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.machine = request, request.machines[0]
@@ -258,7 +258,7 @@ class Simulations(DeviceSelector):
     def measured_device(
         self, computed: ValueLevel = ValueLevel.AT_FIRST, requested: RequestedRank | None = None
     ) -> None:
-        """Return nothing: no test is measured."""
+        """Return ``None``: no test is measured."""
 
     def select(
         self,
@@ -267,7 +267,7 @@ class Simulations(DeviceSelector):
         computed: ValueLevel = ValueLevel.AT_FIRST,
         requested: RequestedRank | None = None,
     ) -> Device:
-        """Return the device of the present machine."""
+        """Return the device of the current machine."""
         if self.request.dry:
             return self._dry(computed, requested)
         self.check_torch()
@@ -281,7 +281,7 @@ class _Runs:
         self._request = request = selector.request
         self._selector = selector
         self._folder = folder
-        self._answers: list[dict[str, Any]] = []
+        self._results: list[dict[str, Any]] = []
         self._present: dict[str, dict[str, Any]] = {}
         self._short: set[str] = set()
         """Tests that ran out of memory."""
@@ -298,7 +298,7 @@ class _Runs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Run the tests; other plugins' hooks here are for one run on one machine."""
+        """Run the tests in place of other plugins' loops, which run them only once."""
         if session.testsfailed:
             return None
         with modules_compiled() if self._request.mode.modules else nullcontext():
@@ -309,14 +309,14 @@ class _Runs:
                     large = replace(machine.model, total_memory=UNBOUNDED)
                     again = self._run(short, Machine(large, machine.count))
                     found.update((name, {**one, "fits": False}) for name, one in again.items())
-                self._answers += found.values()
+                self._results += found.values()
         return True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Record tests that ran out of memory; unittest's failures are known by now, too."""
+        """Record tests that ran out of memory; unittest's failures are known here, too."""
         import torch
 
         report = yield
@@ -334,12 +334,12 @@ class _Runs:
             answer["problem"] = RAN_OUT if report.nodeid in self._short else _problem(report)
 
     def pytest_sessionfinish(self) -> None:
-        (self._folder / ANSWER).write_text(json.dumps(self._answers), encoding="utf-8")
+        (self._folder / ANSWER).write_text(json.dumps(self._results), encoding="utf-8")
 
     def _run(self, items: list[pytest.Item], machine: Machine) -> dict[str, dict[str, Any]]:
         self._selector.machine = machine
         self._present, self._short = {}, set()
-        # After the last test everything is torn down: the next machine has fixtures of its own.
+        # After the last test everything is torn down, so that the next machine has new fixtures.
         for item, following in zip(items, [*items[1:], None], strict=True):
             if time.monotonic() > self._end:
                 break
@@ -349,7 +349,7 @@ class _Runs:
 
 
 def _problem(report: pytest.TestReport) -> str:
-    """Return in one line why a test was skipped or failed."""
+    """Return the reason of a skip or failure in one line."""
     longrepr: Any = report.longrepr
     if isinstance(longrepr, tuple):
         return str(longrepr[2]).removeprefix("Skipped: ")
@@ -360,7 +360,7 @@ def _problem(report: pytest.TestReport) -> str:
 
 @contextmanager
 def modules_compiled() -> Iterator[None]:
-    """Compile the modules called inside: each one that no other module calls."""
+    """Compile the outermost modules called inside."""
     import torch
 
     call = torch.nn.Module.__call__

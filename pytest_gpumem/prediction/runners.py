@@ -1,6 +1,6 @@
 """The assignment of tests to GPUs: the number of machines of each kind, and their cost.
 
-Plain arithmetic over what tests need; this module runs no code and imports no torch.
+This module computes with the needs of tests; it runs no tests and imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
 from pytest_gpumem.sizes import format_size
 
 MOST_RUNNERS = 8
-"""The most kinds of machines; every selection of them is tried."""
+"""The most kinds of machines, because every subset of them is tried."""
 
 HOUR = 3600.0
 
@@ -43,7 +43,7 @@ class Rental:
 
     @property
     def memory(self) -> int:
-        """Bytes that a test can have: all but a CUDA context and the margin that sharing leaves."""
+        """Bytes for a test: all but a CUDA context and the margin of shared devices."""
         return round(self.model.total_memory * (1 - LEFT_FREE)) - CONTEXT
 
 
@@ -57,12 +57,12 @@ class PlannedTest:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds with the device to itself, by runner; unknown for a runner without an entry."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """Reasons why it does not run on a runner, memory aside."""
+    """Reasons other than memory why it does not run, by runner."""
     problem: str = ""
     """The reason why its needs are unknown."""
 
     def obstacle(self, runner: Rental) -> str:
-        """Return why the test does not fit ``runner``, empty where it does or needs are unknown."""
+        """Return why the test does not fit ``runner``; empty if it does or needs are unknown."""
         if runner.name in self.refusals:
             return self.refusals[runner.name]
         need = self.bytes.get(runner.name, 0)
@@ -76,7 +76,7 @@ class Job:
     runner: Rental
     tests: tuple[str, ...]
     seconds: float | None
-    """Seconds with start-up; ``None`` where no duration is known."""
+    """Seconds including start-up; ``None`` if no duration is known."""
 
     @property
     def cost(self) -> float | None:
@@ -94,7 +94,7 @@ class Plan:
     nowhere: tuple[PlannedTest, ...]
     """Tests that no runner can run."""
     late: tuple[str, ...]
-    """Tests that by themselves take longer than the limit."""
+    """Tests that take longer than the limit even on their own machine."""
 
     @property
     def cost(self) -> float | None:
@@ -132,7 +132,7 @@ class Plan:
         return {"schema_version": PLAN_VERSION, "matrix": {"include": jobs}, **weights.to_dict()}
 
     def fitting(self, runner: Rental) -> int:
-        """Return how many tests fit ``runner``, of those of which anything is known."""
+        """Return how many of the tests with known needs fit ``runner``."""
         known = [test for test in self.tests if not test.problem]
         return sum(not test.obstacle(runner) for test in known)
 
@@ -156,17 +156,17 @@ def make_plan(
 ) -> Plan:
     """Return the cheapest plan by which every machine ends within ``limit`` seconds.
 
-    Each machine takes ``startup`` seconds before its first test; then it runs one test after the
-    other. A test of unknown duration counts as the mean of the others, one of unknown memory goes
-    to the runner with the most. Raises :class:`PlanError` where ``limit`` cannot be kept by any
-    plan, or no duration is known.
+    Each machine takes ``startup`` seconds before its first test and then runs its tests one by one.
+    A test of unknown duration counts with the mean of the known ones; a test of unknown memory goes
+    to the runner with most memory. Raises :class:`PlanError` if no plan keeps ``limit``, or no
+    duration is known.
     """
     _check(tests, runners, limit, startup)
     nowhere = [test for test in tests if all(map(test.obstacle, runners))]
     homeless = {test.nodeid for test in nowhere}
     placed = [test for test in tests if test.nodeid not in homeless]
     seconds = {runner.name: _seconds_on(runner, placed) for runner in runners}
-    # Every selection of kinds is tried; without start-up time a further kind costs nothing.
+    # Every subset of kinds is tried; without start-up time a further kind costs nothing.
     sizes = range(1, len(runners) + 1) if startup else [len(runners)]
     selections = (chosen for size in sizes for chosen in combinations(runners, size))
     found = (_jobs(placed, chosen, seconds, limit, startup) for chosen in selections)
@@ -181,7 +181,7 @@ def make_plan(
 
 
 def _seconds_on(runner: Rental, tests: Sequence[PlannedTest]) -> dict[str, float]:
-    """Return the tests' seconds on ``runner``; the mean of the known ones where unknown."""
+    """Return the tests' seconds on ``runner``, for unknown ones the mean of the known ones."""
     known = [test.seconds[runner.name] for test in tests if runner.name in test.seconds]
     mean = sum(known) / len(known) if known else 0.0
     return {test.nodeid: test.seconds.get(runner.name, mean) for test in tests}
@@ -216,7 +216,7 @@ def _jobs(
     limit: float | None,
     startup: float,
 ) -> tuple[Job, ...] | None:
-    """Return the machines on which ``tests`` are cheapest, ``None`` where one has none."""
+    """Return the cheapest machines for ``tests``, ``None`` if some test fits none of them."""
     homes: dict[str, list[str]] = {runner.name: [] for runner in runners}
     known = any(test.seconds for test in tests)
     for test in tests:
@@ -243,7 +243,7 @@ def _jobs(
 def _machines(
     names: Sequence[str], seconds: Mapping[str, float], limit: float | None, startup: float
 ) -> Iterable[Sequence[str]]:
-    """Return which tests each machine of one kind runs."""
+    """Return the tests of each machine of one kind."""
     if limit is None:
         return [sorted(names)] if names else []
     room = limit - startup
@@ -251,7 +251,7 @@ def _machines(
     rest = [Weight(name, seconds[name], 0) for name in names if seconds[name] <= room]
     count = max(math.ceil(sum(seconds[test.name] for test in rest) / room), 1)
     while True:
-        # With a machine for each test at the latest, none is late.
+        # Ends at the latest with one machine for each test.
         parts = split(rest, count)
         if all(sum(seconds[name] for name in part) <= room for part in parts):
             return [*late, *(part for part in parts if part)]

@@ -13,8 +13,8 @@ from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_change
 
 CHIEFLY = 0.8
-"""The part of a change that identifies its cause, where no sentence does: tests are one cause only
-where the lines of the first one are wrong for at most a fifth of another's bytes."""
+"""The part of a change whose lines identify the cause, if there is no sentence on it: failures with
+these lines in common have one cause, and other lines may explain the remaining fifth."""
 
 UNEXPLAINED = {
     "limit": "over a limit",
@@ -37,10 +37,10 @@ class Cause:
     """The common cause of several failures."""
 
     words: tuple[str, ...]
-    """A sentence, or the change and its place."""
+    """A sentence, or the change and its source line."""
     records: tuple[TestRecord, ...]
     excesses: tuple[int, ...] = ()
-    """Bytes by which each of them is over; below 0 where it is under. Empty where no number is."""
+    """Bytes by which each test is over, negative if under; empty without numbers."""
 
     @property
     def size(self) -> str:
@@ -55,9 +55,9 @@ class Cause:
 
 
 def causes_of(records: Iterable[TestRecord]) -> list[Cause]:
-    """Return the causes of failures, the one that is over by most first; others than memory last.
+    """Return the causes of failures, the largest excess first, causes other than memory last.
 
-    A test that ran out of memory is over by the missing bytes.
+    The excess of a test that ran out of memory is the missing bytes.
     """
     failed = [record for record in records if record.outcome in ("failed", "error")]
     groups = alike([_keys(record) for record in failed])
@@ -67,9 +67,9 @@ def causes_of(records: Iterable[TestRecord]) -> list[Cause]:
 
 
 def keys_of(broken: Sequence[Verdict]) -> list[object]:
-    """Return the keys of a failure's causes; failures that share one have the same cause.
+    """Return the keys of a failure's causes; failures with a common key have the same cause.
 
-    The keys are changes with their places, and the sentence on the reason.
+    The keys are changes with their source lines, and the sentence on the reason.
     """
     first = main_verdict(broken)
     compared = first.limit is None, first.reference is None, first.excess > 0
@@ -80,7 +80,7 @@ def keys_of(broken: Sequence[Verdict]) -> list[object]:
 
 
 def alike(keys: Sequence[Sequence[object]]) -> list[list[int]]:
-    """Return the positions of ``keys`` in groups, those that share one of their keys together."""
+    """Return the positions of ``keys`` in groups: those with a common key are in one group."""
     groups: list[list[int]] = []
     known: dict[object, list[int]] = {}
     for position, own in enumerate(keys):
@@ -94,7 +94,7 @@ def alike(keys: Sequence[Sequence[object]]) -> list[list[int]]:
 
 
 def places_of(verdict: Verdict, *, every: bool = False) -> frozenset[tuple[Any, ...]]:
-    """Return the changes with their places; without ``every``, those that are most of it."""
+    """Return the changes with their source lines; without ``every``, only the main ones."""
     lines = folded(verdict.explanation)
     if not every and verdict.reference is not None:
         lines = list(_main_changes(lines, verdict.excess))
@@ -103,9 +103,9 @@ def places_of(verdict: Verdict, *, every: bool = False) -> frozenset[tuple[Any, 
 
 
 def _main_changes(lines: Sequence[Mapping[str, Any]], excess: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the largest of the changes to the side of ``excess``, which are :data:`CHIEFLY` it.
+    """Yield the largest changes with the sign of ``excess``, which make :data:`CHIEFLY` of it.
 
-    Rounding by the allocator in one test and not in another is no separate cause.
+    Small changes, such as rounding by the allocator in one test only, are no separate cause.
     """
     same = [line for line in lines if (line["bytes"] > 0) == (excess > 0)]
     left = CHIEFLY * sum(abs(line["bytes"]) for line in same)

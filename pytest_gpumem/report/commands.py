@@ -1,6 +1,6 @@
-"""Command lines to paste: pytest as it was started, for other tests and with other options.
+"""Command lines to paste: pytest as it was started, for other tests or with other options.
 
-They are run where pytest was started, whatever its rootdir is.
+They are meant for the folder in which pytest was started, which need not be its rootdir.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _VALUES = (
     *("--gpumem-history", "--gpumem-explain", "--gpumem-quota", "--gpumem-share-timeout"),
     *("--gpumem-rows", "--gpumem-sort", "--gpumem-tolerance"),
 )
-"""Options with a value that change neither the tests nor what is recorded of them.
+"""Options with a value that change neither the selected tests nor their numbers.
 
 All others are repeated: a conftest's ``--runslow`` decides whether a test runs.
 """
@@ -74,7 +74,7 @@ _LETTERS = re.compile(r"-[vqxsl]+|-r[A-Za-z]+|-n\w+|-pno:.*")
 
 @dataclass(frozen=True)
 class Command(Plain):
-    """The command line of pytest, as far as it matters for starting it again."""
+    """The parts of pytest's command line that are needed to start it again."""
 
     program: tuple[str, ...] = ("pytest",)
     options: tuple[str, ...] = ()
@@ -91,12 +91,12 @@ class Command(Plain):
 
     @classmethod
     def of(cls, config: pytest.Config) -> Command:
-        """Return how the pytest of ``config`` was started: in a worker of xdist, its controller."""
+        """Return the command line of ``config``; in a worker of pytest-xdist, the controller's."""
         known: dict[str, Any] | None = getattr(config, "workerinput", {}).get(COMMAND)
         if known is not None:
             return cls.from_dict(known)
         given = [os.fspath(argument) for argument in config.invocation_params.args]
-        # ``python -m pytest`` lets tests import from the present folder, which ``pytest`` does not.
+        # ``python -m pytest`` lets tests import from the current folder, ``pytest`` does not.
         # A call of pytest.main() with plugins has no command line.
         as_module = sys.argv[:1] and Path(sys.argv[0]).name == "__main__.py"
         as_module = as_module and not config.invocation_params.plugins
@@ -155,7 +155,7 @@ PLAIN = Command()
 
 
 def _word(text: str) -> str:
-    """Return ``text`` as one word for a shell, between quotes where it needs them."""
+    """Return ``text`` as one word for a shell, quoted if necessary."""
     return subprocess.list2cmdline([text]) if os.name == "nt" else shlex.quote(text)
 
 
@@ -176,6 +176,6 @@ def _sorted_out(
         elif name in _CHOOSING:
             choosing += own
         elif not (name in _VALUES or name in _FLAGS or name == UPDATE or _LETTERS.fullmatch(word)):
-            # A disabled plugin changes nothing that is recorded.
+            # Disabling a plugin does not change numbers.
             options += [] if word == "-p" and "no:" in own[-1] else own
     return tuple(options), tuple(choosing), tuple(found)

@@ -28,9 +28,9 @@ class Test:
     figures: Mapping[str, int] = field(default_factory=dict)
     """Peaks in bytes by phase, the whole test's under the empty name; empty for a failed test."""
     tolerance: str | None = None
-    """The test's own, by marker, option or ini; ``None`` where its environment's applies."""
+    """The tolerance by marker, option or ini; ``None`` for the default of the environment."""
     held: TestRecord | BaselineEntry | None = None
-    """The record of what held the bytes at each of these peaks."""
+    """The record of the holders of the bytes at each of these peaks."""
 
     def sites(self, phase: str) -> Sequence[Site]:
         """Return the holders of the bytes at the peak of ``phase``; empty where not recorded."""
@@ -63,7 +63,7 @@ class Side:
         side = cls(path)
         for record in records:
             if record.measurement is not None or record.outcome in ("failed", "error"):
-                # The numbers of a body that failed end where it ended.
+                # Numbers of a failed body do not cover the whole body.
                 figures = _figures(record) if record.is_whole else {}
                 own = record.expectation.get("tolerance")
                 test = Test(figures, own, record)
@@ -99,7 +99,7 @@ def _figures(record: TestRecord) -> Mapping[str, int]:
         device = f"{measurement.device} " if position else ""
         figures[device.strip()] = measurement.peak_allocated
         for name, phase in measurement.phases.items():
-            if name != CALL:  # as baselines: it would repeat the whole test's number
+            if name != CALL:  # as in baselines: it would repeat the whole test's number
                 figures[f"{device}{name}"] = phase.peak_allocated
     return figures
 
@@ -127,7 +127,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Compared:
-    """A test of both sides, or of one of them."""
+    """A test that both sides, or one of them, contain."""
 
     nodeid: str
     environment: str
@@ -138,18 +138,18 @@ class Compared:
     tolerance: str
     """The test's own tolerance."""
     was: str | None
-    """The node id in A, where that is another one."""
+    """The node id in A, if it differs."""
     suffix: str
-    """The environment of A, where that has several."""
+    """The environment of A, if A has several."""
 
     @property
     def shown(self) -> str:
-        """Its name with additions for the reader: the environment, and its former name."""
+        """The node id with the environment and the former node id, for display."""
         was = f" (was {self.was})" if self.was else ""
         return f"{self.nodeid}{was}{self.suffix}"
 
     def changes(self, row: Row) -> list[dict[str, Any]]:
-        """Return the sites whose bytes differ; none where one side lacks them, or none differ."""
+        """Return the sites whose bytes differ; empty if one side has no sites."""
         a, b = (side.sites(row.phase) for side in self.sides)
         return [change.to_dict() for change in explain(b, a)] if a and b and row.change else []
 
@@ -159,8 +159,8 @@ def compare_environments(
 ) -> Iterator[Compared]:
     """Yield the tests of one environment of each side, in order.
 
-    Without a ``tolerance``, each test's own applies, as B has it, else as A does; and where it
-    states none, that of the environment: exact only where both are simulated or dry.
+    Without a ``tolerance``, the tolerance of each test in B, else in A, applies; if it has none,
+    the default of the environments, which is exact only if both are simulated or dry.
     """
     exact = a.environments[key_a].is_exact and b.environments[key_b].is_exact
     before, after = a.tests[key_a], b.tests[key_b]

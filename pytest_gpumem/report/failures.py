@@ -24,16 +24,16 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, counted, listed, shorten, wrap, write_lines
 
 LEAST_ALIKE = 3
-"""The least failures of one cause that are shown as one."""
+"""The smallest number of failures of one cause that are merged."""
 
 MOST_FUNCTIONS = 6
-"""The most test functions that are named of those that failed for the same reason."""
+"""The most test functions that are named for one cause."""
 
 WIDE = 160
-"""Columns from which on a sentence is not wrapped, as in pytest's own output."""
+"""The terminal width from which on sentences are not wrapped, as in pytest's own output."""
 
 SECTION = "gpumem"
-"""The name of the section of a test's report that holds what else is known of it."""
+"""The name of the section with additional facts in a test's report."""
 
 _REMEDIES = ("accept it: ", "record it: ")
 
@@ -109,7 +109,7 @@ def merged(reporter: pytest.TerminalReporter, failures: Mapping[str, Failure]) -
 
 
 def _within(text: str, width: int) -> str:
-    """Return the sentences of ``text`` in lines of ``width`` columns, its tables as they are."""
+    """Return ``text`` with sentences wrapped to ``width`` columns, and tables unchanged."""
     lines: list[str] = []
     for line in text.split("\n"):
         is_table = "  " in line.strip()
@@ -144,7 +144,7 @@ def _lines(
     lines: list[Line] = []
     for line in text:
         if line.startswith(("  ", *_REMEDIES)) or width >= WIDE:
-            lines.append(Line.of(line))  # laid out already, or meant to be copied
+            lines.append(Line.of(line))  # a table, a command to copy, or a wide terminal
         else:
             lines += [Line.of(part, "red") for part in wrap(line, width, rest="    ")]
     if more:
@@ -153,7 +153,7 @@ def _lines(
 
 
 def _more(failure: Failure, more: Sequence[Failure], verbosity: int, width: int) -> Iterator[Line]:
-    """Yield which tests failed for the same reason, and by how much."""
+    """Yield lines on the other tests with the same cause, and by how much they failed."""
     verdicts = [main_verdict(one.broken) for one in (failure, *more) if one.broken]
     count = len(folded(verdicts[0].explanation)) if verdicts else 0
     same = f"the same {count} line{'s' * (count > 1)}" if count else "the same"
@@ -176,7 +176,7 @@ def _more(failure: Failure, more: Sequence[Failure], verbosity: int, width: int)
 
 
 def _range(failure: Failure, more: Sequence[Failure]) -> str:
-    """Return by how much the tests are over, where that is not the same for all."""
+    """Return the range of bytes by which the tests are over; empty if they agree."""
     verdicts = [main_verdict(one.broken) for one in (failure, *more) if one.broken]
     sizes = sorted(abs(verdict.excess) for verdict in verdicts)
     if not sizes or sizes[0] == sizes[-1] or verdicts[0].limit is None:

@@ -20,7 +20,7 @@ from pytest_gpumem.report.markdown import MOST_NAME, document, failure_lines, is
 from pytest_gpumem.report.record import ReportedRun, TestRecord
 
 MOST_ANNOTATIONS = 10
-"""GitHub shows ten errors and ten notices of a step."""
+"""The number of errors, and of notices, of a step that GitHub shows."""
 
 _DATA = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
 _PROPERTY = {**_DATA, ord(":"): "%3A", ord(","): "%2C"}
@@ -40,7 +40,7 @@ def workflow_commands(run: ReportedRun) -> list[str]:
 
 
 def workflow_command(name: str, message: str, **properties: str | int) -> str:
-    """Return one workflow command; nothing in its parts can end it or begin another."""
+    """Return one workflow command; its parts are escaped so that they cannot contain another."""
     given = ",".join(f"{key}={str(one).translate(_PROPERTY)}" for key, one in properties.items())
     return f"::{name} {given}::{message.translate(_DATA)}"
 
@@ -90,7 +90,7 @@ def _failure(
 def _grown_line(
     record: TestRecord, run: ReportedRun, changed: Changed | None
 ) -> dict[str, str | int] | None:
-    """Return the line that grew most of those that the pull request changes, if there is one."""
+    """Return the line that grew most among those changed by the pull request, if there is one."""
     if not record.broken or changed is None:
         return None
     top, lines = changed
@@ -116,7 +116,7 @@ def _place(title: str, record: TestRecord, run: ReportedRun) -> dict[str, str | 
 
 
 def _in_repository(path: Path) -> str:
-    """Return ``path`` relative to the folder into which GitHub checks out."""
+    """Return ``path`` relative to GitHub's checkout."""
     path = Path(os.path.normpath(path))
     workspace = os.getenv("GITHUB_WORKSPACE")
     if workspace and path.is_relative_to(workspace):
@@ -135,15 +135,15 @@ Changed = tuple[Path, Lines]
 def changed_lines(root: Path) -> Changed | None:
     """Return the top of the repository of ``root``, and the lines that differ from the base branch.
 
-    ``None`` outside a pull request of GitHub's, and where the base branch is not there: a checkout
-    of depth 1 does not have it.
+    ``None`` outside of a pull request on GitHub, and without the base branch, as in a checkout of
+    depth 1.
     """
     base = os.getenv("GITHUB_BASE_REF")
     if not base:
         return None
     try:
         top = toplevel(root)
-        # From the merge base: later commits of the base branch are not changes of this one.
+        # From the merge base: later commits of the base branch are no changes of this branch.
         diff = git(root, "diff", "--unified=0", "--no-color", f"origin/{base}...HEAD")
     except GitError:
         return None

@@ -12,8 +12,8 @@ def header_line(
 ) -> str:
     """Return the line for ``pytest_report_header``: the device, and the baselines used.
 
-    ``device`` is the tests' device, ``torch`` is the installed release; ``environments`` are those
-    that ``folder`` has baselines of, ``gpus`` are remarks on unusual states of this host's GPUs.
+    ``device`` is the tests' device, ``torch`` the installed release; ``folder`` has baselines of
+    the ``environments``; ``gpus`` are remarks on unusual states of this host's GPUs.
     """
     facts = [device, *gpus, f"torch {torch}" if torch else "torch is not installed"]
     if environments:
@@ -22,7 +22,7 @@ def header_line(
 
 
 def installed_release(package: str) -> str | None:
-    """Return the installed release of ``package``, which collecting must not import."""
+    """Return the installed release of ``package`` without importing it."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

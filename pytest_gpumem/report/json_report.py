@@ -24,10 +24,10 @@ class ReportError(ValueError):
 def report_of(
     records: Iterable[TestRecord], usage: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Return the report of a run, builtin types only, the tests sorted by node id.
+    """Return the report of a run as builtin types, the tests sorted by node id.
 
-    The report's environment is that of most tests; a test measured elsewhere names its own.
-    ``usage`` is how tests shared devices.
+    The report's environment is that of most tests; tests with another one contain it. ``usage`` is
+    the use of shared devices.
     """
     ordered = sorted(records, key=lambda record: record.nodeid)
     counts = Counter(record.environment for record in ordered)
@@ -57,7 +57,7 @@ def write_report(
 
 
 def _text(report: Mapping[str, Any]) -> str:
-    """Return ``report`` as JSON, a line for each test: as fast as json writes, and for ``grep``."""
+    """Return ``report`` as JSON with a line for each test: fast to write, and easy to search."""
     parts = []
     for name, value in report.items():
         if name == "tests":
@@ -70,17 +70,17 @@ def _text(report: Mapping[str, Any]) -> str:
 
 
 def write_file(path: Path, content: bytes, asked_by: str) -> Path:
-    """Write a report's ``content`` to ``path``, whole or not at all; return the file written.
+    """Write a report's ``content`` to ``path`` atomically; return the file written.
 
-    Folders that are missing are made, a symbolic link is written through. Raises
-    :class:`ReportError`, which names ``asked_by`` as what to change, where it cannot be written.
+    Missing folders are created, symbolic links followed. Raises :class:`ReportError`, which tells
+    the user to change the option ``asked_by``, if the file cannot be written.
     """
     try:
         target = path.resolve()
         if target.is_dir():
             raise IsADirectoryError(EISDIR, "Is a directory")
         if target.exists() and not target.is_file():
-            # A pipe or a device such as /dev/stdout is written to, not replaced by a file.
+            # A pipe or a device such as /dev/stdout must not be replaced by a file.
             target.write_bytes(content)
         else:
             replace_file(target, content)
@@ -102,7 +102,7 @@ def read_report(path: Path) -> list[TestRecord]:
 
 
 def read_usage(path: Path) -> list[dict[str, Any]]:
-    """Return how the tests of the report ``path`` shared devices; raises as :func:`read_report`."""
+    """Return the use of shared devices in the report ``path``; raises as :func:`read_report`."""
     usage: list[dict[str, Any]] = _read(path).get("usage", [])
     return usage
 

@@ -28,19 +28,19 @@ MARKER = "pytest-gpumem"
 """A marker in the first line, by which a comment can be found and updated."""
 
 MOST_ROWS = 20
-"""Tests of one kind that are listed."""
+"""The most tests of one kind that are listed."""
 MOST_EXPLAINED = 5
-"""Failures whose source lines are listed."""
+"""The most failures whose source lines are listed."""
 MOST_ALIKE = 5
-"""Tests of one cause that are named beside the first."""
+"""The most tests of one cause that are named after the first."""
 MOST_LINES = 6
-"""Lines of an explanation."""
+"""The most lines of an explanation."""
 MOST_NAME = 160
-"""Characters of a test's name, and of a word that a test wrote."""
+"""The most characters of a test's name, and of a word from a test."""
 MOST_COMMAND = 400
-"""Characters of a command that is worth copying."""
+"""The most characters of a command to copy."""
 MOST_CHARACTERS = 60_000
-"""GitHub takes 65,536 of them for a comment."""
+"""The most characters of a comment; GitHub accepts 65,536."""
 
 
 def document(
@@ -51,7 +51,7 @@ def document(
     sections: Iterable[str] = (),
     name: str = "",
 ) -> str:
-    """Return the Markdown of a run, with ``sections`` behind what failed.
+    """Return the Markdown of a run, with ``sections`` after the failures.
 
     ``command`` is pytest's command line, for suggested commands; ``skipped`` has the reasons why
     tests could not be simulated, by node id; ``name`` distinguishes the comments of several jobs.
@@ -92,13 +92,13 @@ def document(
 
 
 def marker(name: str = "") -> str:
-    """Return the first line of a comment; ``name`` distinguishes those of several jobs."""
+    """Return the first line of a comment; ``name`` distinguishes comments of several jobs."""
     word = re.sub(r"[^\w.]+", "-", name).strip("-")
     return f"<!-- {MARKER}{': ' if word else ''}{word} -->"
 
 
 def bounded(parts: Iterable[str]) -> str:
-    """Return ``parts`` as paragraphs; those that a comment has no room for are left out."""
+    """Return ``parts`` as paragraphs, without those that exceed the size of a comment."""
     kept: list[str] = []
     left_out, size = 0, 0
     for part in parts:
@@ -113,24 +113,24 @@ def bounded(parts: Iterable[str]) -> str:
 
 
 def is_failure(record: TestRecord) -> bool:
-    """Return whether a test failed by its memory, be it that there was too little."""
+    """Return whether a test failed by its memory, or because memory ran out."""
     return record.failed or record.ran_out
 
 
 def code(text: str, most: int = MOST_NAME) -> str:
-    """Return ``text`` so that it reads as it is in any line or table."""
+    """Return ``text`` as Markdown that is displayed unchanged in any line or table."""
     text = printable(shortened(text, most))
     if not text.strip():
         return ""
     if not re.search(r"[`|\\]", text):
         return f"`{text}`"
-    # No escape holds for all three in a table's code span; references to characters do.
+    # Only character references work for all of these in a table's code span.
     shown = re.sub(r"[^A-Za-z0-9 ./:,=-]", lambda found: f"&#{ord(found[0])};", text)
     return f"<code>{shown}</code>"
 
 
 def code_block(lines: Iterable[str]) -> str:
-    """Return ``lines`` as a block that nothing in them can end."""
+    """Return ``lines`` as a fenced block that no text in them can end."""
     text = "\n".join(printable(line) for line in lines)
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -198,7 +198,7 @@ def _failure_row(record: TestRecord) -> tuple[str, ...]:
 
 
 def _explanations(failed: Sequence[TestRecord], command: str) -> Iterator[str]:
-    """Yield the failures by cause: the first test of each in full, and the names of the others."""
+    """Yield the failures by cause: the first test of each in full, and names of further tests."""
     found = causes_of(failed)
     for cause in found[:MOST_EXPLAINED]:
         first, *more = cause.records
@@ -227,7 +227,7 @@ def failure_lines(record: TestRecord, command: str) -> Iterator[str]:
 
 
 def _bounded_table(lines: Iterable[str]) -> Iterator[str]:
-    """Yield ``lines`` with only the first of those that are a table."""
+    """Yield ``lines``, with only the first lines of a table."""
     table: list[str] = []
     for line in [*lines, ""]:
         if line.startswith("  "):
@@ -240,7 +240,7 @@ def _bounded_table(lines: Iterable[str]) -> Iterator[str]:
 
 
 def explained(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the first of an explanation's lines, and how many follow."""
+    """Yield the first lines of an explanation, and the number of the remaining ones."""
     yield from lines[:MOST_LINES]
     if len(lines) > MOST_LINES:
         yield f"  and {len(lines) - MOST_LINES} more lines"
@@ -251,7 +251,7 @@ def _can_be_accepted(record: TestRecord) -> bool:
 
 
 def accepting(nodeid: str, command: str) -> str:
-    """Return the command that makes a test's present numbers its baseline; its module's if long."""
+    """Return the command that records a test's baseline, or its module's if the id is long."""
     own = update_command(nodeid, command)
     return own if len(own) <= MOST_COMMAND else update_command(nodeid.partition("::")[0], command)
 
@@ -274,7 +274,7 @@ KINDS = {
     "gone": "gone",
     "failed": "failed",
 }
-"""Words for the statuses, in the order of output; a test that failed has no peak to compare."""
+"""Words for the statuses, in the order of output; a failed test has no peak to compare."""
 
 
 def difference_section(
@@ -282,8 +282,8 @@ def difference_section(
 ) -> Iterator[str]:
     """Yield the Markdown of the changes since ``before``, which is called ``name``.
 
-    The peaks of tests are compared within one environment, the largest growth first. Tests of
-    environments in which one of the two measured none are left out.
+    Peaks are compared within one environment, the largest growth first. Environments in which one
+    of the two runs has no tests are left out.
     """
     sides = Side.of(before), Side.of(now)
     old, new = (
@@ -312,7 +312,7 @@ def difference_section(
 
 
 def _difference(test: Compared) -> tuple[Compared, Row] | None:
-    """Return the test with its peak's row, ``None`` where that does not differ."""
+    """Return the test with its peak's row, ``None`` if the peaks are equal."""
     row = next((row for row in test.rows if not row.phase), None)
     if row is None or row.status == "same" or (row.a, row.b) == (None, None):
         return None

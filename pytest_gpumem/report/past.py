@@ -1,4 +1,4 @@
-"""A test's peak over time: its points, from reports or baselines of commits, and its steps."""
+"""A test's peak over time: points from reports or from the baselines of commits, and steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pytest_gpumem.sizes import Tolerance, parse_tolerance
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_BARS = "_.,-=+*#"
-"""Bars for a terminal whose encoding lacks the others."""
+"""Bars for a terminal whose encoding lacks :data:`BARS`."""
 
 SMALL = parse_tolerance("1% + 1MiB")
-"""A change up to which counts as small, where nothing else is given."""
+"""The default of the largest change that counts as small."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Step:
     """A change by more than the tolerance from one point to the next."""
 
     point: Point
-    """The point that brought the change."""
+    """The first point after the change."""
     before: int
     """The peak at the point before, in bytes."""
 
@@ -62,7 +62,7 @@ class Trend:
     tolerance: Tolerance
     """The change up to which a step from one point to the next counts as small."""
     own: Tolerance | None = None
-    """The test's own tolerance, up to which no change fails it: small as well, however large."""
+    """The test's own tolerance; a change within it counts as small, too."""
 
     @property
     def first(self) -> int:
@@ -97,11 +97,11 @@ class Trend:
 
     @property
     def level(self) -> int:
-        """The test's peak without the creep, in bytes."""
+        """The last peak without the sum of small changes, in bytes."""
         return self.last - self.crept
 
     def creeps(self, most: Tolerance) -> bool:
-        """Return whether two or more small steps come to more than ``most`` of the level."""
+        """Return whether two or more small steps add up to more than ``most`` of the level."""
         return len(self.creeping) > 1 and self.crept > most.allowance(self.level)
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,8 +130,7 @@ class Trend:
 def sparkline(values: Sequence[int], width: int, bars: str = BARS) -> str:
     """Return ``values`` as at most ``width`` bars from the lowest to the highest.
 
-    Of values that share a bar the highest is shown, so that no peak is lost. Values that are all
-    the same are low bars.
+    A bar for several values shows the highest, so that no peak is lost. Equal values are low bars.
     """
     parts = min(width, len(values))
     edges = [part * len(values) // parts for part in range(parts + 1)]
@@ -154,14 +153,15 @@ class Past:
     moments: list[tuple[str, str, Peaks]] = field(default_factory=list)
     """Label, subject and peaks, the oldest first."""
     tolerances: dict[Key, str | None] = field(default_factory=dict)
-    """The tolerances that tests stated last."""
+    """The newest tolerances of tests."""
     notes: list[str] = field(default_factory=list)
-    """Messages on unreadable files, whose points are missing."""
+    """Messages on files that could not be read, whose points are missing."""
 
     def trends(self, tolerance: Tolerance, *, own: bool = True) -> list[Trend]:
         """Return one trend for each test of each environment, sorted.
 
-        Changes within ``tolerance`` are small, and those within a test's ``own``, as it was last.
+        Changes within ``tolerance`` count as small; with ``own``, those within a test's newest
+        tolerance, too.
         """
         points: dict[Key, list[Point]] = defaultdict(list)
         for label, subject, peaks in self.moments:
@@ -180,7 +180,7 @@ def past_of_reports(
 ) -> Past:
     """Return the data of JSON reports, in the order given; those of a folder by their names.
 
-    The report ``without`` is left out where a folder holds it.
+    The report ``without`` is left out if a folder contains it.
 
     Raises ``ValueError`` with one sentence where one cannot be read or there is none.
     """
@@ -206,9 +206,9 @@ def _reports(path: Path, without: Path | None) -> list[Path]:
 def past_of_git(revisions: str, baselines: Path, progress: Progress = NOTHING_SHOWN) -> Past:
     """Return the content of the folder ``baselines`` at each commit of a range that changed it.
 
-    ``revisions`` is anything ``git rev-list`` takes, such as ``v1.0..HEAD``; merged branches count
+    ``revisions`` is an argument of ``git rev-list``, such as ``v1.0..HEAD``; merged branches count
     as one commit. The baselines before the first commit are the first point. Raises ``ValueError``
-    with one sentence where the range does not exist or nothing was ever stored.
+    with one sentence if the range does not exist or no baselines were stored in it.
     """
     baselines = baselines.resolve()
     existing = next(folder for folder in (baselines, *baselines.parents) if folder.is_dir())
@@ -244,7 +244,7 @@ class _Reader:
         self._top, self._folder = top, folder
         self._known: dict[str, dict[Key, BaselineEntry]] = {}
         self.tolerances: dict[Key, str | None] = {}
-        """Tolerances of tests at the last commit read that has them."""
+        """Tolerances of tests at the last commit that has them."""
 
     def peaks(self, commit: str, notes: list[str]) -> Peaks:
         """Return all peaks stored in ``commit``; ``notes`` gets messages on unreadable files."""
@@ -274,11 +274,11 @@ class _Reader:
 
 
 def peaks_of(records: Sequence[TestRecord]) -> Peaks:
-    """Return the peaks of tests that were measured whole."""
+    """Return the peaks of tests whose whole body was measured."""
     return {
         record.key: record.measurement.peak_allocated
         for record in records
-        # The numbers of a body that failed end where it ended.
+        # Numbers of a failed body do not cover the whole body.
         if record.measurement is not None and record.is_whole
     }
 

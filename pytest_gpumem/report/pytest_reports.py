@@ -21,7 +21,7 @@ ATTRIBUTE = "gpumem"
 """Attribute of a test's final call report: its record as builtin types, for pytest-xdist."""
 
 SENTENCE = "gpumem_sentence"
-"""Attribute of a test's report: its failure, where that is not of its own memory."""
+"""Attribute of a test's report: a failure that another process or the device caused."""
 
 ARGUMENTS = "gpumem_arguments"
 """Key of a pytest-xdist worker's input: pytest's arguments."""
@@ -30,7 +30,7 @@ UNSIMULATED = "gpumem_unsimulated"
 """Attribute of a test's report: the reason why a simulated device cannot run it."""
 
 UNDESCRIBED = "gpumem_undescribed"
-"""Attribute of such a report: the name of the kernel that has no description."""
+"""Attribute of such a report: the name of a kernel without a description."""
 
 LOST = "gpumem_lost"
 """Attribute of a test's report: the test after which its process exits."""
@@ -51,19 +51,18 @@ _OWN = f"{__name__.partition('.')[0]}."
 def hide_own_frames() -> None:
     """End tracebacks in the user's code: pytest omits modules with ``__tracebackhide__``."""
     if "pytest_gpumem.simulated.execution.mode" not in sys.modules:
-        return  # then none of them runs below a test's code
-    # A copy is made at once: another thread may import at the same time, and values may be of any
-    # type.
+        return  # then no code of this plugin runs below a test's code
+    # Copied, because another thread may import at the same time; values may have any type.
     for name, module in sys.modules.copy().items():
         if isinstance(name, str) and name.startswith(_OWN) and isinstance(module, ModuleType):
             vars(module)["__tracebackhide__"] = True
 
 
 def leave_the_sentence(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:
-    """Place a failure that is one sentence of this plugin at its test, without a further line.
+    """Show a failure that is a sentence of this plugin at the test's line, and add no other line.
 
-    Where every frame is hidden, as in a set-up that does not get as far as the user's code, pytest
-    adds a line on how to see them. It takes the place from the innermost frame that is not.
+    If every frame is hidden, as in a set-up that does not reach the user's code, pytest adds a line
+    on how to show them; and it names the innermost frame that is not hidden.
     """
     if not isinstance(error, pytest.fail.Exception) or error.pytrace:
         return
@@ -85,10 +84,10 @@ _HOW_TO_GET_VALUES = (
 def skip_unsimulated(
     item: pytest.Item, report: pytest.TestReport, error: BaseException, *, unmeasured: bool
 ) -> None:
-    """Turn ``report`` into that of a skipped test where ``error`` is the simulation's.
+    """Turn ``report`` into that of a skipped test if ``error`` is an error of the simulation.
 
-    Not a failure, because the code may be right, and not an expected one either. For an
-    ``unmeasured`` test, which is not run again with values, the text explains how to get them.
+    The test did not fail, because its code may be right. For an ``unmeasured`` test, which does not
+    run again with values, the text explains how to get values.
     """
     from pytest_gpumem.values import errors
 
@@ -107,7 +106,7 @@ def skip_unsimulated(
 
 
 def of_builtin_types(properties: list[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Return ``properties`` as pytest-xdist can send them: unknown numbers become floats."""
+    """Return ``properties`` in types that pytest-xdist can send: other numbers become floats."""
     return [
         (name, float(value) if isinstance(value, float) else value) for name, value in properties
     ]

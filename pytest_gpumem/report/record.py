@@ -1,4 +1,4 @@
-"""All data of one test for the reports, sent from worker to controller; flat, for JUnit XML."""
+"""All data of one test for the reports, which workers send, and its properties in JUnit XML."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class TestRecord(Plain):
     duration: float | None = field(default=None, metadata=OMITTED)
     """Seconds of set-up, call and teardown, without waiting for a shared device."""
     beside: int | None = field(default=None, metadata=OMITTED)
-    """Tests on its shared device during its run; with any, its duration is not its own."""
+    """Number of other tests on its shared device during its run, which make it slower."""
     nvml: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
-    """A device-level reading, or why there is none; ``None`` where none was tried."""
+    """A device-level reading, or the reason why it failed; ``None`` without an attempt."""
 
     @property
     def broken(self) -> tuple[Verdict, ...]:
@@ -65,7 +65,7 @@ class TestRecord(Plain):
 
     @property
     def missing(self) -> int:
-        """The bytes that it lacked where memory ran out."""
+        """The bytes that it lacked when memory ran out."""
         facts = self.out_of_memory or {"requested": 0, "free": 0}
         return max(int(facts["requested"]) - int(facts["free"]), 0)
 
@@ -81,7 +81,7 @@ class TestRecord(Plain):
 
     @property
     def is_whole(self) -> bool:
-        """Whether its numbers are those of the whole body: where that failed they end early."""
+        """Whether its numbers cover the whole body, which has not failed."""
         return self.outcome in ("passed", "xpassed") or bool(self.broken)
 
     @property
@@ -107,9 +107,9 @@ class ReportedRun:
     skipped: Mapping[str, str] = field(default_factory=dict)
     """The reason why a test could not be simulated, by node id."""
     usage: Sequence[Mapping[str, Any]] = ()
-    """The use of shared devices, in the JSON report's form."""
+    """The use of shared devices, as in the JSON report."""
     command: str = "pytest"
-    """pytest's command line, as far as baselines depend on it."""
+    """pytest's command line, with the options that baselines depend on."""
 
 
 PREFIX = "gpumem_"
@@ -140,7 +140,7 @@ def user_properties(record: TestRecord) -> list[tuple[str, object]]:
 def set_user_properties(existing: list[tuple[str, object]], record: TestRecord) -> None:
     """Put the properties of ``record`` into an item's list in place of an earlier run's.
 
-    The list outlives a rerun of the test, and so do the properties of the run that failed.
+    pytest keeps the list, and with it the properties of a failed run, when a test runs again.
     """
     existing[:] = [pair for pair in existing if not pair[0].startswith(PREFIX)]
     existing += user_properties(record)

@@ -1,4 +1,4 @@
-"""Unrequested remarks on a run: leaks, baselines without a test."""
+"""Remarks that need no option: on leaks, and on baselines without a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Missing:
 
     unused: Sequence[Unused] = ()
     elsewhere: Mapping[str, int] = field(default_factory=dict)
-    """Number of tests without a baseline where they ran, by environment that has one."""
+    """Number of tests without a baseline in their environment, by environment that has one."""
     folder: str = "baselines"
     """Folder of the baselines, relative to the folder in which pytest was started."""
 
@@ -29,13 +29,13 @@ class Missing:
     def moved(self) -> int:
         """The number of tests compared with nothing because their baselines have other names.
 
-        Only those that measure what is stored: a new test may have a name similar to an old one's.
+        Only tests with equal numbers count: a new test may have a name similar to an old one's.
         """
         return sum(one.same for one in self.unused)
 
 
 def leaks(records: Sequence[TestRecord]) -> Iterator[str]:
-    """Yield the sentence on memory that tests left behind and that nothing limits."""
+    """Yield the sentence on memory that tests without ``max_leak`` left behind."""
     leaking = [r for r in records if _unlimited_leak(r) and r.outcome == "passed"]
     if not leaking:
         return
@@ -51,7 +51,7 @@ def leaks(records: Sequence[TestRecord]) -> Iterator[str]:
 
 
 def unmarked(records: Sequence[TestRecord]) -> Iterator[str]:
-    """Yield the reason why tests were measured and not judged: they only use the fixture."""
+    """Yield the sentence on tests that are not judged because they only use the fixture."""
     found = [record for record in records if not record.expectation]
     if len(found) == 1:
         yield f"{found[0].nodeid} is not judged: it has the gpumem fixture and no gpumem marker"
@@ -90,7 +90,7 @@ def missing_lines(missing: Missing, command: Command, *, most: int, width: int) 
 
 
 def _elsewhere(elsewhere: Mapping[str, int], width: int) -> Iterator[str]:
-    """Yield a note on tests that were compared with nothing, including those with limits."""
+    """Yield a note on tests that have a baseline only in another environment."""
     if not elsewhere:
         return
     key, count = max(elsewhere.items(), key=lambda item: item[1])
@@ -101,7 +101,7 @@ def _elsewhere(elsewhere: Mapping[str, int], width: int) -> Iterator[str]:
 
 
 def _moves(unused: Sequence[Unused]) -> Iterator[tuple[str, str]]:
-    """Yield the moves to make: of a module as a whole where all of it has moved."""
+    """Yield old and new names of moved baselines; of the module if all its tests have moved."""
     for one in unused:
         if one.successor is None:
             continue

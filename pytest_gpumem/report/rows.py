@@ -28,7 +28,7 @@ STATUSES = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers; that of the largest ``weight`` is given up last in narrow terminals."""
+    """A column of numbers; in narrow terminals, columns of small ``weight`` are dropped first."""
 
     key: str
     title: str
@@ -36,7 +36,7 @@ class Column:
     weight: int
 
     def heading(self, verbose: bool) -> str:
-        """Return the title; the full one where there is room for exact bytes anyway."""
+        """Return the title; the full one if ``verbose``, as columns are then wide."""
         return self.full_title if verbose else self.title
 
 
@@ -50,7 +50,7 @@ COLUMNS = (
     Column("status", "", "", 8),
 )
 
-# A verdict's limit in the words of the marker, a reference by its kind.
+# The name of a verdict's limit in the marker; a reference is named by its kind.
 LIMIT_WORDS = {"peak_allocated": "max", "peak_reserved": "max reserved", "leaked": "max leak"}
 REFERENCE_WORDS = {"baseline": "baseline", "prediction": "predicted"}
 
@@ -72,7 +72,7 @@ class Row:
         return GAP * (self.depth + 1) + self.name
 
     def texts(self, exact: bool) -> dict[str, str]:
-        """Return the text of each column by its key, numbers in ``exact`` bytes or for reading."""
+        """Return the text of each column by its key; numbers in bytes if ``exact``."""
         texts = {column.key: "" for column in COLUMNS} | {"status": self.status}
         for key, number in self.numbers.items():
             if number is not None:
@@ -80,7 +80,7 @@ class Row:
         verdict = self.verdict
         if verdict is not None and verdict.limit is not None:
             yardstick = verdict.limit if verdict.reference is None else verdict.reference
-            # In digits that distinguish the two numbers.
+            # With enough digits to distinguish the two numbers.
             measured, allowed = format_apart(verdict.actual, yardstick)
             if exact:
                 allowed = f"{yardstick:,}"
@@ -93,7 +93,7 @@ class Row:
         return texts
 
     def style(self, column: Column) -> str:
-        """Return the style of the text in ``column``: a number that failed stands out."""
+        """Return the style of the text in ``column``; failed numbers are highlighted."""
         if column.key == "status":
             return STATUSES[self.status][0]
         verdict = self.verdict
@@ -102,7 +102,7 @@ class Row:
 
 
 def test_status(record: TestRecord) -> str:
-    """Return the word for a test: a key of :data:`STATUSES`, ``-`` where it was not judged."""
+    """Return the status of a test: a key of :data:`STATUSES`, ``-`` if it was not judged."""
     if record.broken:
         return "FAIL" if record.outcome == "failed" else "xfail"
     if record.ran_out:
@@ -111,14 +111,15 @@ def test_status(record: TestRecord) -> str:
         return "-"
     if record.improvements:
         return "better"
-    # A test within its limits passes, with or without a baseline; those without are listed below.
+    # A test within its limits passes; tests without a baseline are listed below the table.
     return "new" if record.missing_baseline and not record.verdicts else "ok"
 
 
 def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) -> Iterator[Row]:
-    """Yield the rows of a test: its own, those of its phases, and of its further devices.
+    """Yield the rows of a test, of its phases, and of its further devices.
 
-    ``every_phase``: also those without verdicts. Not ``below_module``, it has its whole node id.
+    ``every_phase``: also phases without verdicts. ``below_module``: the module's path is left out
+    of the node id.
     """
     name = split_nodeid(record.nodeid)[1] if below_module else record.nodeid
     if record.measurement is None:
@@ -137,7 +138,7 @@ def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) ->
 def _phase_rows(
     measured: Measurement, judged: _JudgedDevice, every_phase: bool, depth: int
 ) -> Iterator[Row]:
-    """Yield the phases, each behind its parent, then those that had to run and did not."""
+    """Yield the phases, each after its parent, then phases with a limit that did not run."""
     depths: dict[str | None, int] = {}
     for phase in parents_first(measured.phases):
         verdicts = judged.of_phase(phase.name)
@@ -163,7 +164,7 @@ def _tells_more(verdict: Verdict, judged: _JudgedDevice) -> bool:
 
 
 def parents_first(phases: Mapping[str, PhaseRecord]) -> Iterator[PhaseRecord]:
-    """Yield ``phases``, each behind the one that it lies in."""
+    """Yield ``phases``, each after its parent."""
     children: dict[str | None, list[PhaseRecord]] = defaultdict(list)
     for phase in phases.values():
         children[phase.parent if phase.parent in phases else None].append(phase)
@@ -199,7 +200,7 @@ def _numbers(measured: Measurement | PhaseRecord) -> dict[str, int | None]:
 
 
 def _telling_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """Return a representative of the failed verdicts; else the tightest passed one on the peak."""
+    """Return the first failed verdict; else the tightest passed one on the peak."""
     bounded = [verdict for verdict in verdicts if verdict.limit is not None]
     broken = [verdict for verdict in bounded if not verdict.passed]
     if broken:

@@ -1,4 +1,4 @@
-"""The table of tests and phases: the tests it shows, its columns, their fit to the terminal."""
+"""The table of tests and phases: its tests and columns, chosen to fit the terminal."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pytest_gpumem.report.rows import COLUMNS, GAP, STATUSES, Column, Row, rows_
 from pytest_gpumem.text import Line, TextRun, cells, counted, pack, pad, shorten
 
 ROWS = 24
-"""Up to so many rows, all phases are shown; of more tests, those with remarks and the largest."""
+"""The most rows with all phases; of more tests, those with remarks and the largest are shown."""
 
 LEAST_WEIGHT = 5
-"""Weight of the columns that are kept as long as anything fits."""
+"""The least weight of the columns that are dropped last."""
 
 LEAST_NAME = 26
-"""Columns of the terminal below which a name is not shortened to make room for numbers."""
+"""The least width to which a name is shortened to make room for numbers."""
 
 
 def table(
@@ -53,7 +53,7 @@ def table(
 def _fitting_columns(
     rows: Sequence[Row], widths: Mapping[str, int], room: int
 ) -> tuple[Column, ...]:
-    """Return the columns for which there is room, the least important given up first."""
+    """Return the columns that fit; the least important are dropped first."""
 
     def worth(column: Column) -> tuple[bool, bool, int]:
         accused = any(row.style(column) == "red" for row in rows)
@@ -135,10 +135,10 @@ def _shown_tests(
 
 
 def _remarkable(records: Sequence[TestRecord], most: int, sort: Sort | None) -> list[TestRecord]:
-    """Return the first ``most`` tests in a requested order, else the remarkable ones as they ran.
+    """Return the first ``most`` tests if ``sort`` is given, else the most important, as they ran.
 
-    Tests with remarks come first, then those with the largest peaks. Where more than ``most`` have
-    remarks, it limits their rows, with a few tests for each cause.
+    Tests with remarks are chosen first, then those with the largest peaks. If more than ``most``
+    have remarks, their rows are limited to ``most``, with a few tests for each cause.
     """
     if sort is not None:
         return list(records[:most])
@@ -147,7 +147,7 @@ def _remarkable(records: Sequence[TestRecord], most: int, sort: Sort | None) -> 
     kept = remarked + sorted(others, key=lambda one: -_most(one, "peak_allocated"))
     kept = kept[: max(most, len(remarked))]
     if len(remarked) > most:
-        # How many tests of one cause failed before each: the first matter most.
+        # The number of earlier failures of the same cause: the first ones are shown.
         keys = [keys_of(one.broken) if one.failed else [one.nodeid] for one in remarked]
         ranks = {id(remarked[at]): rank for group in alike(keys) for rank, at in enumerate(group)}
         few = [one for one in remarked if ranks[id(one)] < OF_A_CAUSE]
@@ -163,7 +163,7 @@ def _has_remark(record: TestRecord) -> bool:
 
 
 def _hidden_text(records: Sequence[TestRecord], shown: Sequence[TestRecord]) -> str:
-    """Return how many tests are not shown, and how many of these failed."""
+    """Return the text on the number of tests not shown, and of failed ones among them."""
     seen = set(map(id, shown))
     hidden = [record for record in records if id(record) not in seen]
     if not hidden:
@@ -182,14 +182,14 @@ def _most(record: TestRecord, number: str) -> int:
 _MOST_BYTES = 1 << 60
 
 OF_A_CAUSE = 8
-"""Rows for failures of one cause, where failures are many: FAILURES names the others."""
+"""The most rows for one cause if there are many failures; FAILURES names the others."""
 
 Sort = Literal["peak", "leaked", "over", "name"]
 
 _ORDERS: Mapping[str, Callable[[TestRecord], Any]] = {
     "peak": lambda record: -_most(record, "peak_allocated"),
     "leaked": lambda record: -_most(record, "leaked"),
-    # By the bytes over the limit; below it they are negative.
+    # By the bytes over the limit, which are negative below it.
     "over": lambda record: (
         -max(
             (verdict.excess for verdict in record.verdicts if verdict.limit is not None),

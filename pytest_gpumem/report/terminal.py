@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from _pytest._io import TerminalWriter
 
 MOST_LISTED = 10
-"""Tests, changes and notes of one kind that are listed unless verbose."""
+"""The most tests, changes and notes of one kind that are listed unless verbose."""
 
 OWN_CODE = ": torch's own CUDA code over a runtime without kernels"
-"""A note on the release on a dry device."""
+"""Added to the torch release on a dry device."""
 
 
 def describe(environment: Environment) -> str:
@@ -47,7 +47,7 @@ def describe(environment: Environment) -> str:
 
 
 def write_section(writer: TerminalWriter, lines: Sequence[Line], *, verbosity: int) -> None:
-    """Write the section; without a title when quiet, nothing at all when there is nothing."""
+    """Write the section, without a title when quiet; write nothing if there are no lines."""
     if lines and verbosity >= 0:
         writer.sep("=", "gpumem")
     write_lines(writer, lines)
@@ -66,12 +66,12 @@ def section(
     rows: int | None = None,
     sort: Sort | None = None,
 ) -> list[Line]:
-    """Return the lines of the section, none wider than ``width`` unless it is meant to be copied.
+    """Return the lines of the section, at most ``width`` wide, except for commands to copy.
 
     ``verbosity`` is pytest's: below 0 failures and one summary line, above 0 everything with
     exact bytes. ``command`` is pytest's command line, for suggested commands.
-    ``shown_above``: pytest has shown the failures. ``missing`` lists tests compared with nothing;
-    ``rows`` and ``sort`` are those of the table.
+    ``shown_above``: pytest has shown the failures. ``missing``: unused baselines, and tests that
+    were compared with nothing. ``rows`` and ``sort`` are arguments of :func:`table`.
     """
     if update is not None and (update.added or update.changed or update.unchanged):
         # The update's own messages report numbers that could not be recorded.
@@ -84,8 +84,8 @@ def section(
     blocks += [one.expected()] if verbose else []
     blocks += [one.failures(shown_above), *([one.compositions()] if verbose else [])]
     if quiet:
-        # Errors with files decide the exit status and are printed however quiet pytest is. So are
-        # notes on numbers that are not those of the intended code.
+        # Errors with files decide the exit status, so they are printed even if pytest is quiet. So
+        # are notes that other code than the intended one was measured.
         eager = dict.fromkeys(note for note in one.notes_of_tests() if ran_eagerly(note))
         blocks.append(one.notes([*notes, *eager], len(notes) + MOST_LISTED))
     else:
@@ -231,7 +231,7 @@ class _Section:
     def devices(self) -> Iterator[Line]:
         for environment, found in _by_environment(self.records).items():
             if environment.dry and self.verbosity <= 0:
-                continue  # it has no other users
+                continue  # no other process uses a dry device
             readings = [record.nvml for record in found if record.nvml is not None]
             read = [reading for reading in readings if "absent" not in reading]
             if read:
@@ -251,7 +251,7 @@ class _Section:
         words = {status: word for status, (_, word) in STATUSES.items()}
         words["OOM"] += lacked
         states = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])
-        # The devices are named, so that a simulated number is never read as a measured one.
+        # The line names the devices, so that a simulated number is not taken for a measured one.
         gpus: dict[str, dict[str, None]] = {"": {}, "dry ": {}, "simulated ": {}}
         for environment in (record.environment for record in records):
             gpus[environment.kind][environment.gpu] = None
@@ -284,7 +284,7 @@ def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[Tes
 
 
 def _device_text(reading: Mapping[str, Any]) -> str:
-    """Return NVML's readings, kept apart from the allocator's numbers."""
+    """Return the text on NVML's readings, separate from the allocator's numbers."""
     used, total = format_size(reading["used"]), format_size(reading["total"])
     text = f"whole device (NVML): at most {used} of {total} used"
     if reading["process_used"] is not None:
@@ -300,7 +300,7 @@ def _device_text(reading: Mapping[str, Any]) -> str:
 
 
 def _command(why: str, command: str) -> Line:
-    # Never broken or shortened: it is meant to be copied.
+    # Not wrapped or shortened, so that it can be copied.
     return Line((TextRun(f"  {why}: "), TextRun(command, "cyan")))
 
 

@@ -1,8 +1,8 @@
-"""A training or inference script, as it is, on a device: measured for some steps, then stopped.
+"""An unchanged training or inference script on a device: measured for some steps, then stopped.
 
-``entry`` runs it as ``python`` would, in tests too, ``stopping`` ends it, and ``measured`` assigns
-memory to its iterations and prevents writing shapes over a checkpoint. Each run has a process of
-its own: ``measured`` runs in it, and ``process`` starts it, again where one run does not suffice.
+``entry`` runs it as ``python`` would, also in tests; ``stopping`` ends it; ``measured`` assigns
+memory to its iterations and keeps tensors without values from overwriting a checkpoint. Each run is
+a separate process, in which ``measured`` runs; ``process`` starts it, and repeats it if necessary.
 
 Only ``stopping`` and ``measured`` import torch.
 """

@@ -1,4 +1,4 @@
-"""A script or a module, run as ``python`` runs it, and the test that keeps its number."""
+"""A script or a module, run as by ``python``, and the source of a test that limits its memory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class ScriptError(ValueError):
 
 @dataclass(frozen=True)
 class Script(Plain):
-    """The arguments of ``python``: a file, or ``-m`` and a module, and what follows."""
+    """The arguments of ``python``: a file, or ``-m`` and a module, and the script's arguments."""
 
     name: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
 
     def check(self) -> None:
-        """Raise :class:`ScriptError` where there is nothing that Python can run."""
+        """Raise :class:`ScriptError` if Python cannot run it."""
         if self.is_module:
             return
         path = Path(self.name)
@@ -54,7 +54,7 @@ class Script(Plain):
         if not path.is_file():
             raise ScriptError(f"{quoted(self.name)} is not a file; give a script")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the script's own run shows them
+            warnings.simplefilter("ignore")  # they are shown when the script runs
             self._compiled()
 
     def _compiled(self) -> CodeType:
@@ -71,10 +71,10 @@ class Script(Plain):
     @property
     def _file(self) -> str:
         # Absolute, as in any __main__ since Python 3.9.
-        return os.path.abspath(self.name)  # noqa: PTH100 - which does not follow links
+        return os.path.abspath(self.name)  # noqa: PTH100 - does not follow links
 
     def run(self) -> None:
-        """Run the script as ``__main__``, which it stays; raises whatever it raises.
+        """Run the script as ``__main__``; its exceptions propagate.
 
         Sources: pymain_run_python() of Modules/main.c for ``sys.path``, and runpy.
         """
@@ -131,8 +131,8 @@ def process_as_it_was() -> Iterator[None]:
 
 
 def show_traceback(error: BaseException) -> None:
-    """Print ``error`` without our frames, by the script's hook or as Python does."""
-    error.__traceback__ = own_frames(error.__traceback__)  # which hooks read, whatever they get
+    """Print ``error`` without this package's frames, by the script's ``sys.excepthook``."""
+    error.__traceback__ = own_frames(error.__traceback__)  # hooks may read it from the error
     sys.excepthook(type(error), error, error.__traceback__)
 
 
@@ -165,17 +165,17 @@ def test_{stem}():
 
 
 def run_script(name: str, *arguments: str, steps: int = 2, module: bool = False) -> int:
-    """Run a script in a test, for as long as ``gpumem run`` does, and return its steps.
+    """Run a script in a test, as ``gpumem run`` does, and return the number of its steps.
 
     Args:
-        name: the script's path, as for ``python``; a module's name where it is one.
+        name: the script's path, as for ``python``, or a module's name.
         arguments: its command line.
-        steps: how many steps of its optimizer it is to do. One that does fewer runs to its end.
+        steps: the number of optimizer steps after which it is stopped, if it does so many.
         module: whether ``name`` is a module, as with ``python -m``.
 
-    ``sys.argv``, ``sys.path`` and ``__main__`` are the script's while it runs. Exceptions of it, a
-    ``SystemExit`` with a code other than 0 too, propagate. Raises ``ValueError`` where there is
-    nothing to run.
+    ``sys.argv``, ``sys.path`` and ``__main__`` are the script's while it runs. Its exceptions
+    propagate, also a ``SystemExit`` with a code other than 0. Raises ``ValueError`` if there is no
+    such script.
     """
     from pytest_gpumem.script.stopping import Steps, StopError
 
@@ -195,13 +195,13 @@ def run_script(name: str, *arguments: str, steps: int = 2, module: bool = False)
 
 
 def kept_test(script: Script, gpu: str, measured: Measurement, steps: int) -> str:
-    """Return the source of a test that keeps the peak of ``script`` on ``gpu``."""
+    """Return the source of a test that limits the peak of ``script`` on ``gpu``."""
     peak = measured.peak_allocated
     repeats = measured.simulated or measured.dry  # to the byte; else it has the default tolerance
     limit = peak if repeats else math.ceil(peak * 1.01) + MIB
     marker = [f"max={limit:_}", *([f'gpu="{gpu}"'] if repeats else [])]
     call = [
-        # JSON, which Python reads as it is meant.
+        # A JSON string is a valid Python string.
         *(json.dumps(text, ensure_ascii=False) for text in (script.name, *script.arguments)),
         f"steps={steps}",
         *(["module=True"] if script.is_module else []),

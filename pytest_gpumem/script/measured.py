@@ -1,4 +1,4 @@
-"""One run of a script in its own process: on a device, from its first line to its end."""
+"""The run of a script on a device, in the script's process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ScriptRun:
     """The result of one run."""
 
     error: BaseException | None
-    """The exception that the script ended with; ``None`` where it ran to its last line."""
+    """The exception that ended the script; ``None`` if it ran to its last line."""
     steps: int
     time_is_over: bool
     seconds: float
@@ -62,9 +62,9 @@ class ScriptRun:
 
 
 def run_measured(request: Request, device: Device, resources: ExitStack) -> ScriptRun:
-    """Run the script of ``request`` on ``device``, for as many steps and seconds as it says.
+    """Run the script of ``request`` on ``device``, for at most the requested steps and seconds.
 
-    The device is active until ``resources`` are closed: exit handlers of the script need it.
+    The device is active until ``resources`` are closed: exit handlers of the script may need it.
     """
     script = request.script
     resources.enter_context(device.active())
@@ -120,21 +120,21 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 _MARK = restore_unknown.__name__.encode()
-"""The name that the pickle of a tensor without values calls; torch.save does not compress it.
-Metadata of safetensors, at the beginning of the file, contain it, too."""
+"""A name in the pickle of a tensor without values, which torch.save does not compress, and in the
+metadata at the beginning of a safetensors file."""
 
 _METADATA = {"pytest_gpumem": _MARK.decode()}
 
 _LOOKED_AT = 1 << 24
-"""Bytes that are read of a file, which begins with its pickle."""
+"""The number of bytes to read from the beginning of a file, where its pickle is."""
 
 
 @contextmanager
 def checkpoints_protected(note: Callable[[str], None]) -> Iterator[None]:
-    """Keep ``torch.save`` and safetensors inside from writing shapes over a file that holds values.
+    """Keep ``torch.save`` and safetensors from overwriting files with values by mere shapes.
 
-    A distributed checkpoint is not written to a folder that holds one with values either. ``note``
-    is called with a sentence for each.
+    The same holds for a distributed checkpoint in a folder that contains one with values. ``note``
+    is called with a sentence on each file that was kept.
     """
     elsewhere: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -200,9 +200,9 @@ PARTS = (FORWARD, BACKWARD, STEP)
 
 
 class Iterations(PhaseTracker):
-    """The phases of a script: ``load``, then ``iteration_1`` with ``forward_1`` and so on in it.
+    """The phases of a script: ``load``, then ``iteration_1`` with ``forward_1`` and others inside.
 
-    A script that accumulates gradients has several forwards in an iteration, which are one phase.
+    With gradient accumulation, the forwards of one iteration are one phase.
     """
 
     _count = 0
@@ -214,17 +214,17 @@ class Iterations(PhaseTracker):
         self._present = super().enter(LOAD)
 
     def enter(self, name: str) -> Phase | None:
-        """Begin the phase ``name``, numbered by iteration where it is an automatic phase."""
+        """Begin the phase ``name``, numbered by iteration if it is an automatic phase."""
         if name not in PARTS:
             return super().enter(name)
-        if self._is_over:  # code at a script's exit is no iteration
+        if self._is_over:  # code of exit handlers belongs to no iteration
             return None
         if not self._count:
             self.iterated(more=True)
         return super().enter(f"{name}_{self._count}")
 
     def iterated(self, *, more: bool) -> None:
-        """End the current phase, and begin another iteration if there are ``more``."""
+        """End the current iteration, and begin another one if there are ``more``."""
         if self._present is not None:
             self.leave(self._present)
         self._present = None
@@ -235,9 +235,9 @@ class Iterations(PhaseTracker):
 
 
 def _shown(found: Mapping[str, PhaseRecord], steps: int) -> Iterator[PhaseRecord]:
-    """Yield the informative ones of ``found``, in order.
+    """Yield the phases of ``found`` to show, in order.
 
-    Without an optimizer's step there are no iterations: inference has one ``forward``.
+    Without optimizer steps, as in inference, there are no iterations but one ``forward``.
     """
     for name, phase in found.items():
         if name in (SETUP, CALL):
@@ -253,11 +253,11 @@ def _shown(found: Mapping[str, PhaseRecord], steps: int) -> Iterator[PhaseRecord
 
 
 def main(path: str) -> None:
-    """Run the request in the file ``path``, and write the answer."""
+    """Run the request in the file ``path``, and write the result."""
     request = Request.from_file(Path(path))
-    sys.path.pop(0)  # where this package was found; Python puts the script's folder there
+    sys.path.pop(0)  # this package's folder; in a plain run it would be the script's folder
     resources = ExitStack()
-    atexit.register(resources.close)  # behind whatever the script registers
+    atexit.register(resources.close)  # runs after the exit handlers of the script
     if request.gpu == endings.MEASURED and not torch.cuda.is_available():
         why = "--gpu cuda: torch sees no CUDA device; name a model to be simulated"
         ScriptResult(endings.NOT_RUN, why).to_file(request.answer)
@@ -276,7 +276,7 @@ def main(path: str) -> None:
     answer = _answer(run, device)
     sys.stdout.flush()
     if answer.next_values(request.seconds) is not None:
-        pass  # it runs again: the error depends on values
+        pass  # the error depends on missing values, and the script runs again
     elif answer.ending == endings.RAISED:
         show_traceback(run.error or AssertionError())
     elif (
@@ -284,7 +284,7 @@ def main(path: str) -> None:
         and isinstance(run.error, SystemExit)
         and not isinstance(run.error.code, int)
     ):
-        print(run.error.code, file=sys.stderr)  # as Python does for sys.exit("why")
+        print(run.error.code, file=sys.stderr)  # as Python does for sys.exit("text")
     answer.to_file(request.answer)
 
 
@@ -319,7 +319,7 @@ def _answer(run: ScriptRun, device: Device) -> ScriptResult:
 
 
 def _ending(run: ScriptRun) -> tuple[str, str]:
-    """Return how a run ended, and the sentence on it, which may be empty."""
+    """Return the kind of a run's end, and the sentence on it, which may be empty."""
     error = run.error
     if error is None:
         return endings.ENDED, ""

@@ -1,4 +1,4 @@
-"""The process in which a script runs: its request, its answer, and where it starts again."""
+"""The process in which a script runs: its request, its result, and further runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXITED = "exited"
 OUT_OF_MEMORY = "out of memory"
 RAISED = "raised"
 UNKNOWN = "unknown value"
-"""The ending of a script that read a value which a simulated device does not have."""
+"""The ending of a script that read a value that a simulated device does not have."""
 REFUSED = "refused"
 """The ending of a script that used something a simulated device cannot do."""
 NOT_RUN = "not run"
@@ -43,7 +43,7 @@ INTERRUPTED = "interrupted"
 LOAD = "load"
 """The phase before a script's first forward."""
 ITERATION = "iteration"
-"""The phase of an iteration, numbered as its parts: ``iteration_1``, ``forward_1``."""
+"""The phase of an iteration; it is numbered, as the phases inside are: ``iteration_1``."""
 
 
 def iteration_of(name: str) -> int | None:
@@ -63,9 +63,9 @@ class Request(Plain):
     answer: Path
     unbounded: bool = False
     computed: ValueLevel = ValueLevel.AT_FIRST
-    """The values that the CPU computes."""
+    """The level of values that the CPU computes."""
     again: str = ""
-    """The reason why it computes more than at first; empty where it does not."""
+    """The reason why it computes more values than the first run; empty for a first run."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ScriptResult(Plain):
 
     ending: str
     sentence: str = ""
-    """The message of its exception, or the reason of its refusal."""
+    """The message of its exception, or the reason why it could not run."""
     steps: int = 0
     seconds: float = 0.0
     gpu: str = ""
@@ -85,25 +85,25 @@ class ScriptResult(Plain):
     measurements: tuple[Measurement, ...] = ()
     """The measurements of the requested device first, then of others that were used."""
     out_of_memory: Mapping[str, Any] | None = None
-    """The reason why the last allocation that failed did so."""
+    """The reason why the last failed allocation failed."""
     post_mortem: tuple[str, ...] = ()
     used_placeholder: bool = False
     """Whether the run used a value that was not computed."""
     again: str = ""
-    """Why the run depends on a value that was not computed; empty where it does not."""
+    """The reason why the run depends on a value that was not computed; empty if it does not."""
     further: ValueLevel | None = None
-    """The values with which another run may get further; ``None`` for none."""
+    """The level of values for another run, which may get further; ``None`` for none."""
     work: float = 0.0
     """The least seconds that computing all values takes."""
 
     def next_values(self, seconds: float) -> ValueLevel | None:
-        """Return the values of another run that takes at most ``seconds``; ``None`` for none."""
+        """Return the level of another run that takes at most ``seconds``; ``None`` for none."""
         takes_too_long = self.further is ValueLevel.ALL and self.work > seconds
         return None if takes_too_long else self.further
 
 
 GRACE = 120.0
-"""Seconds that a script may take to end after it has been stopped, start and answer included."""
+"""Seconds for the start of a script, its end after it was stopped, and its result."""
 
 STDERR = 2
 
@@ -119,21 +119,21 @@ sys.path[0] = sys.argv[1]
 from pytest_gpumem.script.measured import main
 main(sys.argv[2])
 """
-"""The child's start; it makes Ctrl-C end the process silently until the script begins."""
+"""The child's program; until the script begins, Ctrl-C ends the process silently."""
 
 
 def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool) -> ScriptResult:
     """Return the result of ``script`` on ``gpu``: a machine, ``"cuda"`` or ``"dry:H100"``.
 
-    Where ``quiet`` its output goes to stderr.
+    If ``quiet``, the script's output goes to stderr.
     """
     request = Request(script, gpu, steps, seconds, Path())
-    answer = _answered(request, quiet=quiet)
+    answer = _run_process(request, quiet=quiet)
     while (computed := answer.next_values(seconds)) is not None:
         why = answer.again.partition(", which")[0]
         _print(f"{script.name} runs again, with {_VALUES[computed]} on the CPU: {why}")
         request = replace(request, computed=computed, again=why)
-        answer = _answered(request, quiet=quiet)
+        answer = _run_process(request, quiet=quiet)
     _check(answer, request)
     if answer.ending != OUT_OF_MEMORY:
         return answer
@@ -144,7 +144,7 @@ def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool)
         f"{script.name} ran out of memory on {answer.gpu}. Running again without a memory limit, "
         "to see what it needs"
     )
-    larger = _answered(replace(request, unbounded=True), quiet=quiet)
+    larger = _run_process(replace(request, unbounded=True), quiet=quiet)
     _check(larger, request)
     return replace(
         larger,
@@ -159,7 +159,7 @@ def _print(sentence: str) -> None:
     print(f"gpumem: {sentence}", file=sys.stderr, flush=True)
 
 
-def _answered(request: Request, *, quiet: bool) -> ScriptResult:
+def _run_process(request: Request, *, quiet: bool) -> ScriptResult:
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
         request = replace(request, answer=Path(folder) / "answer.json")
@@ -181,7 +181,7 @@ def _answered(request: Request, *, quiet: bool) -> ScriptResult:
 
 
 def _check(answer: ScriptResult, request: Request) -> None:
-    """Raise :class:`ScriptError` where a run has no result for the script."""
+    """Raise :class:`ScriptError` if a run has no usable result."""
     name = request.script.name
     if answer.ending == UNKNOWN and answer.further is not None:
         raise ScriptError(
@@ -199,7 +199,7 @@ def _check(answer: ScriptResult, request: Request) -> None:
 
 
 def _waited(process: subprocess.Popen[bytes], request: Request) -> str:
-    """Wait for the process; return the predicate of a sentence on its end without an answer."""
+    """Wait for the process; return the predicate of a sentence on its end without a result."""
     try:
         code = process.wait(request.seconds + GRACE)
     except subprocess.TimeoutExpired:
@@ -208,7 +208,7 @@ def _waited(process: subprocess.Popen[bytes], request: Request) -> str:
             f"did not end {GRACE:.0f} s after it was stopped, and was killed: it may catch "
             "SystemExit or KeyboardInterrupt"
         )
-    except KeyboardInterrupt:  # which the process has received, too
+    except KeyboardInterrupt:  # the process has received the signal, too
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(5)
         process.kill()

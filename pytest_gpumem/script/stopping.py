@@ -1,4 +1,4 @@
-"""The end of a script that would continue: enough steps, or enough time."""
+"""The end of a script after a number of steps or seconds."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _DEVICE = f"{_PACKAGE}simulated{os.sep}"
 class StopError(BaseException):
     """The exception that ends a script after enough steps or time.
 
-    Not an ``Exception``: a loop that catches those must end, too, and ``finally`` blocks run.
+    It is no ``Exception``, so that it also ends loops that catch those; ``finally`` blocks run.
     """
 
 
 class Steps:
-    """The counter of a script's steps, those of the optimizer that steps first.
+    """A counter of the steps of the optimizer that steps first, the leader.
 
-    If others step between its first two, as a generator's does beside a discriminator's, a step
-    ends with the last of them. A step that an optimizer skips, as where ``GradScaler`` found an
-    infinity, does not count.
+    If others step between the leader's first two steps, such as a generator's beside a
+    discriminator's, an iteration ends with the last of them. A skipped step, as when ``GradScaler``
+    found an infinity, does not count.
     """
 
     def __init__(self, most: int, over: Callable[[bool], None] = lambda more: None) -> None:
         self._most = most
-        self._over = over
-        """The function called at the end of each iteration with whether there are more."""
+        self._at_iteration_end = over
+        """Function called at the end of each iteration, with whether there are more."""
         self._leader: Callable[[], Optimizer | None] = lambda: None
         self._last: Callable[[], Optimizer | None] = lambda: None
         """The last optimizer to step in one iteration, if it is not the leader."""
@@ -59,20 +59,20 @@ class Steps:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count steps inside, and raise :class:`StopError` after the requested number."""
-        before = register_optimizer_step_pre_hook(self._begins)
-        after = register_optimizer_step_post_hook(self._ended)
+        before = register_optimizer_step_pre_hook(self._step_begins)
+        after = register_optimizer_step_post_hook(self._step_ends)
         try:
             yield
         finally:
             before.remove()
             after.remove()
 
-    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._leader() is optimizer and self._is_enough:  # the others have not stepped
             raise StopError
 
-    def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._leader() is None:  # the first one, or the first after that is gone
+    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._leader() is None:  # no optimizer has stepped yet, or the leader was deleted
             self._leader, self._last = ref(optimizer), lambda: None
         if optimizer is self._leader():
             self.count += 1
@@ -84,7 +84,7 @@ class Steps:
             self._iteration_ends()
 
     def _iteration_ends(self) -> None:
-        self._over(not self._is_enough)
+        self._at_iteration_end(not self._is_enough)
         if self._is_enough:
             raise StopError
 
@@ -128,7 +128,7 @@ class Alarm:
 
 
 def _computes(frame: FrameType | None) -> bool:
-    """Return whether ``frame`` is inside the device's work for an operator, which has to finish."""
+    """Return whether ``frame`` is inside the simulation of an operator, which has to finish."""
     innermost = True
     while frame is not None and is_internal(frame.f_code.co_filename):
         own = frame.f_code.co_filename.startswith(_PACKAGE)

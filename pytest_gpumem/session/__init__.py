@@ -1,10 +1,10 @@
-"""One pytest session, and each test's life in it: prepare, run, judge, explain. No interface.
+"""One pytest session, and the steps of each test: prepare, run, judge, explain. Not public.
 
-docs/how_a_test_runs.md goes through it step by step. Names that need a word:
+docs/how_a_test_runs.md describes each step. Terms of this package:
 
-- *placement*: the device of this process; ``hosts`` has the messages of workers on several machines
-  to their controller.
-- *admission*: a test's permission to use a shared device; *yielding*: it makes room for another.
-- *second run*: of a test that needs real values, on the CPU; *rerun*: any further run; *recorded
-  run*: of a failed test's body, which says who held the bytes.
+- *placement*: the choice of this process's device; ``hosts`` sends messages of workers on several
+  machines to their controller.
+- *admission*: a test's permission to use a shared device; *yielding*: freeing it for another test.
+- *rerun*: any further run of a test; *second run*: one that computes real values on the CPU;
+  *recorded run*: one of a failed test's body that records which objects hold the memory.
 """

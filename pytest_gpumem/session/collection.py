@@ -27,13 +27,13 @@ def check(parts: Parts, report: pytest.CollectReport) -> None:
         report.outcome = "failed"
         report.longrepr = "\n".join(errors)
         report.result = []
-    # A question that imports torch is asked only where its answer matters.
+    # This check imports torch, so it runs only where its result matters.
     elif items and (why := parts.why_not):
         found = (parts.shares(item) for item in items)
         if any(one and one[1] is parts.selector.measured_device() for one in found):
             if not parts.is_worker:
                 raise pytest.UsageError(why)
-            # The controller ends the run.
+            # In a worker of pytest-xdist this is an error only; the controller ends the run.
             report.outcome = "failed"
             report.longrepr = why
             report.result = []
@@ -71,7 +71,7 @@ def _imports_without_gpu(parts: Parts) -> bool:
 
 
 def selected(parts: Parts, items: Sequence[pytest.Item]) -> None:
-    """Prepare for the tests that are left, and send their needs to the controller.
+    """Prepare for the tests left after deselection; send their memory needs to the controller.
 
     Raises ``pytest.UsageError`` where no GPU is present, in a run that requests ``cuda``.
     """
@@ -99,10 +99,10 @@ def selected(parts: Parts, items: Sequence[pytest.Item]) -> None:
 
 
 def _skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) -> bool:
-    """Return whether ``pytest.skip()`` skipped the module at ``path`` for want of a CUDA device.
+    """Return whether ``pytest.skip()`` skipped the module at ``path`` because CUDA is missing.
 
-    ``longrepr`` is that of its report. A module without the word gpumem would not be measured,
-    unless ``everything`` is.
+    ``longrepr`` is from the module's report. A module whose source does not contain "gpumem" would
+    be measured only if ``everything`` is.
     """
     if not isinstance(longrepr, tuple):
         return False

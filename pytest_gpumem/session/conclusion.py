@@ -122,7 +122,7 @@ class Conclusion:
             yield "--gpumem-device=off: marked tests ran without being measured"
 
     def _skips(self) -> Iterator[str]:
-        """Yield why tests could not be simulated; tests of one cause as one, unless verbose."""
+        """Yield the causes of tests that could not be simulated, each once unless verbose."""
         causes: dict[str, list[str]] = {}
         for nodeid, why in self._results.unsimulated.items():
             cause = self._results.undescribed.get(nodeid, why)
@@ -157,7 +157,7 @@ class Conclusion:
         store, tests = BaselineStore(settings.baselines), list(self._measured_tests())
         self._missing = Missing(
             unused_baselines(store, tests, self._collection()),
-            _elsewhere(store, tests),
+            _stored_elsewhere(store, tests),
             relative(settings.baselines, self._config.invocation_params.dir).replace(os.sep, "/"),
         )
         moved = self._missing.moved
@@ -256,8 +256,8 @@ def _were(count: int) -> str:
     return "were" if count > 1 else "was"
 
 
-def _elsewhere(store: BaselineStore, tests: Sequence[MeasuredTest]) -> Counter[str]:
-    """Return the number of tests without a baseline that have one elsewhere, by environment."""
+def _stored_elsewhere(store: BaselineStore, tests: Sequence[MeasuredTest]) -> Counter[str]:
+    """Return, by environment, how many tests have a baseline there and none in their own."""
     found: Counter[str] = Counter()
     for test in tests:
         module, test_id = split_nodeid(test.nodeid)
@@ -272,10 +272,10 @@ def _elsewhere(store: BaselineStore, tests: Sequence[MeasuredTest]) -> Counter[s
 
 
 def differing(environments: Mapping[str, Iterable[Environment]]) -> Iterator[str]:
-    """Yield the workers of each environment, if hosts differ; ``environments`` are by worker.
+    """Yield a line on each environment and its workers, if the workers' environments differ.
 
-    The header is the controller's, which may have other devices or none. Tests of different
-    simulated models do not count as different hosts.
+    ``environments`` are by worker. The header describes the controller, whose devices may differ.
+    Different simulated models on one worker do not count as different environments.
     """
     places: dict[frozenset[Environment], list[str]] = {}
     for worker, seen in environments.items():

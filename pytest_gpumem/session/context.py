@@ -1,8 +1,8 @@
 """The parts that tests of a process share: settings, devices, results; some made on first use.
 
-The process's device is chosen before the first conftest is imported. With
-``--gpumem-sim-scope=session`` it is the simulated GPU, because conftests decide for good:
-``torch_device = "cuda" if torch.cuda.is_available() else "cpu"``.
+The process's device is chosen before the first conftest is imported, because a conftest may store
+``torch_device = "cuda" if torch.cuda.is_available() else "cpu"``. With
+``--gpumem-sim-scope=session`` that device is the simulated GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ISOLATED = "gpumem-isolated-reports"
 
 
 class Ambient(NamedTuple):
-    """The device of code that is not measured, active until its resources are closed."""
+    """The device for code outside measured tests, active until its resources are closed."""
 
     selector: DeviceSelector
     device: Device
@@ -75,7 +75,7 @@ class Parts:
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
     def _launched(self) -> TorchrunRank | None:
-        """Return this process's part in a run of several ranks, ``None`` for a single process."""
+        """Return this process's rank in a run by torchrun, ``None`` for a single process."""
         world = world_of_run(self.config)
         if world is None or self.selector.off or self.config.getoption("collectonly", False):
             return None
@@ -106,7 +106,7 @@ class Parts:
 
     @cached_property
     def gpus(self) -> tuple[NvmlReading, ...]:
-        """The driver's data on the GPUs, read once: by the process that starts workers for them."""
+        """NVML's readings of the GPUs, made once, in the process that starts the workers."""
         return host_gpus(self.settings.device)
 
     @cached_property
@@ -198,7 +198,7 @@ def begin_early(config: pytest.Config) -> None:
 
 
 def _begin_dry(config: pytest.Config, settings: Settings, *, controls: bool) -> bool:
-    """Give this process the dry device; return ``False`` where ``auto`` chose it in vain."""
+    """Start the dry device; return ``False`` where ``auto`` chose it and it cannot start."""
     from pytest_gpumem.dry.start import begin_process
 
     try:
@@ -212,7 +212,7 @@ def _begin_dry(config: pytest.Config, settings: Settings, *, controls: bool) -> 
 
 
 def current_ambient(config: pytest.Config) -> Ambient | None:
-    """Return the device that exists already, ``None`` where it would not be the same now."""
+    """Return the active device, ``None`` if a conftest has since changed a variable it reads."""
     ambient = config.stash.get(AMBIENT, None)
     if ambient is None or ambient.variables == _variables():  # a conftest may have set some
         return ambient
@@ -245,7 +245,7 @@ def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -
 def world_of_run(config: pytest.Config) -> World | None:
     """Return the rank that torchrun has started this process as, ``None`` for any other."""
     if "WORLD_SIZE" not in os.environ or SELECTOR in config.stash:
-        return None  # a process that makes predictions is one of its own
+        return None  # a process that makes predictions is no rank
     from pytest_gpumem.values.world import WorldError, world_of_process
 
     try:
@@ -255,6 +255,6 @@ def world_of_run(config: pytest.Config) -> World | None:
 
 
 def _variables() -> dict[str, str]:
-    """Return the variables that a device reads when it is made."""
+    """Return the environment variables that a device reads when it is made."""
     prefixes = "PYTORCH_", "CUBLAS", "TORCH_"
     return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}

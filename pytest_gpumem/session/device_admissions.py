@@ -19,7 +19,7 @@ from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sizes import format_size
 
 MOST_QUIET_SECONDS = 30.0
-"""The most seconds that a test that was crowded out waits until others leave it its room."""
+"""The most seconds that a crowded-out test waits for other processes to free memory."""
 
 MOST_YIELDS = 2
 """The number of times that an opportunistic test yields; then it counts as guaranteed."""
@@ -33,7 +33,7 @@ class NextRun:
     note: str
     """A note for the record; empty where the numbers suffice."""
     quota: int | None = None
-    """The bytes that it may reserve then, where that limit has grown."""
+    """The bytes that it may reserve in that run, if the limit has grown."""
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class DeviceAdmissions:
     def next_run(
         self, error: BaseException | None, failed: FailedAllocation | None, quota: int | None
     ) -> NextRun | None:
-        """Return the run after one with ``error`` and ``why_not``, ``None`` where that stands."""
+        """Return the run to make after one that raised ``error``, ``None`` if there is none."""
         need = self.need
         if isinstance(error, YieldedError):
             self._yields += 1
@@ -97,13 +97,13 @@ class DeviceAdmissions:
             return None
         cause = cause_of(failed, quota)
         if cause is FailureCause.NEIGHBOUR and not need.quiet_seconds:
-            return self._by_itself(failed)
+            return self._run_alone(failed)
         if cause is FailureCause.QUOTA and isinstance(error, torch.OutOfMemoryError):
-            return self._with_more(failed, quota)
+            return self._run_with_larger_quota(failed, quota)
         return None
 
     def crowded_out(self, failed: FailedAllocation | None, quota: int | None) -> str | None:
-        """Return the sentence on a test for which there was no room even alone."""
+        """Return the sentence on a test that found too little memory even when it ran alone."""
         if failed is None or not self.need.quiet_seconds:
             return None
         if cause_of(failed, quota) is not FailureCause.NEIGHBOUR:
@@ -129,7 +129,7 @@ class DeviceAdmissions:
             "notes": list(self._notes),
         }
 
-    def _by_itself(self, failed: FailedAllocation) -> NextRun:
+    def _run_alone(self, failed: FailedAllocation) -> NextRun:
         # Other processes' memory may come and go: as long as the test took, and a second at least.
         granted = self.admission.granted if self.admission else 0.0
         quiet = min(max(time.time() - granted, 1.0), MOST_QUIET_SECONDS)
@@ -140,8 +140,8 @@ class DeviceAdmissions:
             f"device when {format_size(failed.asked)} were asked for",
         )
 
-    def _with_more(self, failed: FailedAllocation, quota: int | None) -> NextRun | None:
-        """Borrow twice the quota, or the requested bytes if that is more, so that runs are few."""
+    def _run_with_larger_quota(self, failed: FailedAllocation, quota: int | None) -> NextRun | None:
+        """Return a run with twice the quota, or with the requested bytes if those are more."""
         most = self.gate.first.capacity
         if not self.is_elastic or quota is None or quota >= most or failed.wanted > most:
             return None
@@ -159,15 +159,15 @@ _SIGNAL = getattr(signal, "SIGUSR2", None)
 
 
 class YieldedError(BaseException):
-    """A test makes room for another; not an ``Exception``, so that no test handles it."""
+    """A test is stopped to free its device for another; no ``Exception``, so no test handles it."""
 
 
 @contextmanager
 def interruptible(has_to_yield: Callable[[], bool]) -> Iterator[None]:
     """Raise :class:`YieldedError` inside as soon as ``has_to_yield``, called in a thread, is true.
 
-    Only in the main thread and where the system has signals, as on Linux and macOS: a sleep or a
-    wait inside ends, too, a kernel that runs is waited for. Elsewhere the test runs to its end.
+    This works only in the main thread, and on systems with signals (Linux, macOS); elsewhere the
+    test runs to its end. The signal interrupts a sleep or a wait, but not a wait for a kernel.
     """
     if _SIGNAL is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -195,7 +195,7 @@ def interruptible(has_to_yield: Callable[[], bool]) -> Iterator[None]:
             yield
         finally:
             inside = False
-    finally:  # also where the signal came while the block was being left
+    finally:  # also if the signal arrives while the block is being left
         done.set()
         watcher.join()
         signal.signal(_SIGNAL, before)

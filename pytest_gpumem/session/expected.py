@@ -63,12 +63,12 @@ class Expectations:
         return expectation is not None or self.measures_unmarked(getattr(item, "fixturenames", ()))
 
     def models(self, item: pytest.Item) -> tuple[str | None, tuple[str, ...]]:
-        """Return the model that ``item`` runs on, ``None`` for any, and all that it names."""
+        """Return the model that ``item`` runs on, ``None`` for any, and all those it names."""
         models = self._selector.models(self.of(item))
         return model_of(item) or (models[0] if models else None), tuple(models)
 
     def requested_rank(self, item: pytest.Item, rank: int = 0) -> RequestedRank | None:
-        """Return the requested rank of ``item``, ``rank`` of several; ``None`` for no rank."""
+        """Return the rank that ``item`` requests; ``rank`` for the worst of them, or ``None``."""
         expectation, size = self.of(item), self.ranks(item)
         if expectation is None or size is None or self._selector.world is not None:
             return self._selector.launched_rank
@@ -127,7 +127,7 @@ class Expectations:
         return False
 
     def measures_unmarked(self, fixture_names: Iterable[str]) -> bool:
-        """Return whether a test without markers is measured, which has these fixtures."""
+        """Return whether a test without markers, with these fixtures, is measured."""
         if self._selector.off:
             return False
         return FIXTURE_NAME in fixture_names or (self._settings.all and self.torch_is_there)
@@ -139,7 +139,7 @@ class Expectations:
             return None, ""
         from pytest_gpumem.marker import MarkerError, expectation_of
 
-        # pytest puts a parameter's marks behind its function's; nothing is closer to the test.
+        # pytest lists a parameter's marks last, but they are the closest to the test.
         of_parameter = getattr(getattr(node, "callspec", None), "marks", ())
         markers.sort(key=lambda mark: mark not in of_parameter)
         try:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Gpumem:
     """The interface of a test to its measurement.
 
-    Where nothing is measured, because it is ``off`` or has no ``run``, code in phases just runs,
-    and a test that reads numbers is skipped.
+    Where nothing is measured (``off``, or no ``run``), code in phases runs as usual, and a test
+    that reads numbers is skipped.
     """
 
     def __init__(self, run: TestRun | None, *, off: bool = False) -> None:
@@ -43,26 +43,26 @@ class Gpumem:
 
     @property
     def phases(self) -> Mapping[str, PhaseRecord]:
-        """The phases that have been left so far, by name; sizes in bytes.
+        """The phases that have ended so far, by name; sizes in bytes.
 
-        Which cuBLAS workspaces were live in them is known only when the test is over.
+        Their live cuBLAS workspaces are known only after the test.
         """
         return _Phases(self._measured("reads gpumem.phases").phases())
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager: the code inside is the phase ``name``.
 
-        Inside a phase of the same name nothing new begins. Raises ``ValueError`` for a name that
-        is empty or reserved by the plugin, and where it is left before a phase begun inside it.
+        Inside a phase of the same name it begins no new one. Raises ``ValueError`` for a name that
+        is empty or reserved by the plugin, and if it ends before a phase that began inside it.
         """
         _check_name(name)
         return nullcontext() if self._run is None else self._run.phase(name)
 
     def watch(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Declare the owner of bytes: parameters and gradients, and the optimizer's state.
+        """Attribute memory to ``model`` (parameters, gradients) and ``optimizer`` (its state).
 
-        Modules that are called or moved to the device, and optimizers that step, are known anyway.
-        Watching keeps nothing alive.
+        Modules that are called or moved to the device, and optimizers that step, need no call of
+        this. Only weak references are kept.
 
         Raises ``TypeError`` for anything but a module and an optimizer of torch.
         """

@@ -34,7 +34,7 @@ class Hooks:
         """The sentence on a plugin's first error, by hook and plugin."""
 
     def call_with(self, item: pytest.Item, record: TestRecord) -> None:
-        """Call the hooks with ``item``'s numbers and verdicts; a prediction is no measurement."""
+        """Call the hooks with ``item``'s numbers and verdicts, except while predicting."""
         if SELECTOR in self._config.stash:
             return
         hook, outcome = item.ihook, record.outcome
@@ -52,7 +52,7 @@ class Hooks:
         """
         hook, found = self._config.hook.pytest_gpumem_environment, dict[str, str]()
         if not hook.get_hookimpls():
-            return found  # the known environment would initialise CUDA
+            return found  # reading the device's environment would initialise CUDA
         answers = self._answers(
             hook,
             lambda answer: _problem_of_entries(answer, found),
@@ -133,7 +133,7 @@ class Hooks:
     ) -> Iterator[Any]:
         """Yield the valid answers in pluggy's order: the one registered last is called first.
 
-        Notes errors; raises ``DeviceError`` instead where the answer is ``needed``.
+        Records errors; raises ``DeviceError`` instead if an answer is ``needed``.
         """
         for implementation in reversed(hook.get_hookimpls()):
             try:

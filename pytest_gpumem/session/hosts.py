@@ -1,7 +1,7 @@
-"""Messages of workers on the devices that they share, on whatever host pytest-xdist started them.
+"""Messages from workers to the controller about shared devices, also from other hosts.
 
-Each host has a ledger of its own, which the controller may not be able to read. So the data it
-needs goes through the gateway: a channel of execnet's that travels with the worker's input.
+Each host has its own ledger, which the controller may not be able to read. So workers send the
+data through a channel of execnet, which is part of the input of a pytest-xdist worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHANNEL = "gpumem_channel"
 """Key of a pytest-xdist worker's input: its channel to :class:`Hosts`."""
 
 REPORTED_AT = (5.0, 60.0, 600.0)
-"""Seconds of waiting after which a line reports it, with the holders."""
+"""Seconds of waiting after which a line names the test and the processes that it waits for."""
 
 
 class ControllerChannel:
@@ -32,13 +32,13 @@ class ControllerChannel:
         self._config = config
         self._channel: Any = getattr(config, "workerinput", {}).get(CHANNEL)
         self._wait_lines: dict[str, int] = {}
-        """The number of lines on its waiting by test."""
+        """The number of lines shown for a waiting test, by node id."""
 
     def send(self, **message: Any) -> None:
-        """Send builtin types.
+        """Send a message of builtin types.
 
-        They are the worker's ``needs`` on its ``device``, ``stays`` of its tests, a ``suspect``,
-        what is ``learned``, or the line of a test that ``waits``.
+        It holds the worker's ``needs`` on its ``device``, the times (``stays``) of its tests, a
+        ``suspect``, ``learned`` costs, or the line on a test that ``waits``.
         """
         if self._channel is not None:
             with suppress(OSError):  # of a controller that is gone
@@ -83,7 +83,7 @@ class Hosts:
         self._hosts: dict[str, _Host] = {}
         self._stays: dict[str, list[Stay]] = {}
         self.suspects: set[str] = set()
-        """Tests in which their worker left because of a fault that others shared."""
+        """Tests whose worker left because of a fault that may be a neighbouring test's."""
         self.learned = Learned()
 
     def connect(self, node: Any) -> None:

@@ -1,12 +1,12 @@
 """``isolate=True``: a test runs in a process of its own, which has been prepared in advance.
 
-So does each rank of a test with ``ranks=``, where there is a GPU for each: as if torchrun had
-started them, with one store for all; see ``session.launched``.
+Each rank of a test with ``ranks=`` also gets a process, where there is a GPU for each: they run as
+if torchrun had started them, with a common store; see ``session.launched``.
 
-Python's fork server has imported torch and pytest by then but never used CUDA, so that its
-children may use it; where a system cannot fork, a new process is started instead. Fixtures that
-tests share are set up anew in it. Options, environment and folder are those of the requesting
-process, and the reports come back to it.
+The process is forked from Python's fork server, which has imported torch and pytest but not
+initialised CUDA, so that its children may; where a system cannot fork, a new process starts.
+Shared fixtures are set up again in the process. It gets the options, environment and working
+directory of the process that requests it, and sends its reports there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pytest_gpumem.values.world import World
 PRELOADED = ("pytest", "torch", "pytest_gpumem.session.isolated", "pytest_gpumem.session.prepare")
 
 _GRACE = 10.0
-"""Seconds that a process has to end when another has ended during the test."""
+"""Seconds that the other processes may still run when one has ended during the test."""
 
 _OPTIONS_OF_ONE_TEST: Mapping[str, Any] = {
     "collectonly": False,
@@ -51,7 +51,7 @@ _OPTIONS_OF_ONE_TEST: Mapping[str, Any] = {
     "tx": [],
     "usepdb": False,
 }
-"""Options that the process of a single test does not share."""
+"""Options that are not passed on to the process of a single test."""
 
 
 def prepare() -> Any:
@@ -70,10 +70,10 @@ def prepare() -> Any:
 
 
 def run(item: pytest.Item, nextitem: pytest.Item | None, processes: int) -> None:
-    """Run ``item`` in as many ``processes`` of its own, and report on it as pytest would."""
+    """Run ``item`` in ``processes`` new processes, and report on it as pytest would."""
     context = prepare()
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    with _served(processes) as environments:
+    with _environments(processes) as environments:
         reports = _reports(item, environments, context)
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
@@ -94,7 +94,7 @@ def _reports(
             process.start()
             sender.close()
             started[receiver] = process
-        data, problem = _answers(started)
+        data, problem = _receive_reports(started)
     finally:
         for connection in started:
             connection.close()
@@ -122,7 +122,7 @@ def _job(item: pytest.Item, environment: Mapping[str, str]) -> tuple[Any, ...]:
     options = {
         name: value
         for name, value in vars(config.option).items()
-        if name != "file_or_dir" and _can_travel(value)
+        if name != "file_or_dir" and _is_picklable(value)
     }
     base = config._tmp_path_factory.mktemp("isolated")  # type: ignore[attr-defined]
     options |= {
@@ -141,22 +141,22 @@ def _worker(config: pytest.Config) -> Mapping[str, Any]:
     if hasattr(config, "workerinput"):
         # Not the channel of shared devices: the child shares none.
         received = config.workerinput.items()
-        return {name: value for name, value in received if _can_travel(value)}
+        return {name: value for name, value in received if _is_picklable(value)}
     own: dict[str, Any] = {"workerid": "master", "workercount": 1}
     node = SimpleNamespace(config=config, workerinput=own)
     hook = getattr(config.hook, "pytest_configure_node", None)
     for implementation in hook.get_hookimpls() if hook is not None else ():
-        # Only this plugin's pytest_configure reads, in a worker, values that this hook sets.
+        # In a worker, only this plugin's pytest_configure reads the values that this hook sets.
         if type(implementation.plugin).__module__ == "pytest_rerunfailures":
             implementation.function(node)
     return own
 
 
-def _answers(started: Mapping[Connection, Any]) -> tuple[Sequence[Mapping[str, Any]], str]:
-    """Return the reports of the first of the ``started`` processes, and the error of any.
+def _receive_reports(started: Mapping[Connection, Any]) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """Return the reports of the first of the ``started`` processes, and an error of any of them.
 
-    Where one has ended during the test the others, which may wait for it for ever, have some time
-    to report.
+    If one ends during the test, the others may wait for it forever, so they get a limited time to
+    report.
     """
     data: Sequence[Mapping[str, Any]] = ()
     ended: list[str] = []
@@ -177,7 +177,7 @@ def _answers(started: Mapping[Connection, Any]) -> tuple[Sequence[Mapping[str, A
             except EOFError:
                 started[connection].join()
                 name = f"rank {rank} of {len(ranks)}: " if len(ranks) > 1 else ""
-                ended.append(f"{name}{_ended(started[connection].exitcode)}")
+                ended.append(f"{name}{_end_message(started[connection].exitcode)}")
                 until = until or time.monotonic() + _GRACE
                 continue
             data = reports if rank == 0 else data
@@ -235,8 +235,8 @@ def _serve(
 
 
 @contextmanager
-def _served(processes: int) -> Iterator[Sequence[Mapping[str, str]]]:
-    """Yield the environment variables of each of ``processes``, and serve the store of several."""
+def _environments(processes: int) -> Iterator[Sequence[Mapping[str, str]]]:
+    """Yield the environment variables of each of ``processes``; several share a store."""
     if processes == 1:
         yield [{}]
         return
@@ -249,7 +249,7 @@ def _served(processes: int) -> Iterator[Sequence[Mapping[str, str]]]:
     del store
 
 
-def _ended(exitcode: int | None) -> str:
+def _end_message(exitcode: int | None) -> str:
     name = ""
     if exitcode is not None and exitcode < 0:
         with suppress(ValueError):
@@ -257,9 +257,9 @@ def _ended(exitcode: int | None) -> str:
     return f"it ended{name} in the middle of the test (exit code {exitcode})"
 
 
-def _can_travel(value: object) -> bool:
+def _is_picklable(value: object) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:  # whatever a plugin keeps among the options
+    except Exception:  # an option of another plugin may have any value
         return False
     return True

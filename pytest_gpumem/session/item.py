@@ -30,7 +30,7 @@ from pytest_gpumem.values.measurement import Measurement
 RunsAgain = Callable[["MeasuredItem", BaseException], bool]
 
 _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
-"""Exceptions of a second run that do not replace the first one's failure."""
+"""Exceptions of a recorded run; the failure that pytest reports is the first run's."""
 
 
 class MeasuredItem(TestRun):
@@ -59,7 +59,7 @@ class MeasuredItem(TestRun):
         self._sections: list[str] = []
         """The lines that are shown below the failure."""
         self._sentence = ""
-        """The text of a failure that is not due to the test's own memory."""
+        """The text of a failure that another process or the device caused."""
 
     @property
     def measurement(self) -> Measurement | None:
@@ -73,7 +73,7 @@ class MeasuredItem(TestRun):
         elif report.when == "call" and self._sentence:
             setattr(report, SENTENCE, self._sentence)
         elif report.when == "call" and self._record is not None:
-            # A failure may come from a value that was made up, which the notes say.
+            # The notes say if a value was made up, which may have caused the failure.
             notes = self.measurement.notes if self.measurement else ()
             if report.failed and (sections := [*self._sections, *notes]):
                 report.sections.append(("gpumem", "\n".join(sections)))
@@ -103,12 +103,12 @@ class MeasuredItem(TestRun):
             if is_out_of_memory and not (self._runs_again and self._runs_again(self, error)):
                 self._sections += self._explain_shortage(error)
             raise
-        # unittest's failures do not reach pytest as exceptions: the item collects them.
+        # unittest's failures are no exceptions here: the item collects them.
         self.body_raised = self._subtest_failed or bool(getattr(self.item, "_excinfo", None))
         self._judged(self._finish)
 
     def judge(self, measured: Measurement, others: Sequence[Measurement], *, ranks: str) -> None:
-        """Judge the memory of the rank named ``ranks``, and by limits that of the ``others``."""
+        """Judge the rank named ``ranks`` by everything, and the ``others`` only by limits."""
         self._judged(lambda: self._take(measured, others, passed=True, ranks=ranks))
 
     def note(self, *sentences: str) -> None:
@@ -140,7 +140,7 @@ class MeasuredItem(TestRun):
             judge()
         except BaselineError as error:
             self._sentence = str(error)
-        if self._sentence:  # outside of handlers, so that no other exception precedes it
+        if self._sentence:  # raised outside of handlers, so that it has no context
             pytest.fail(self._sentence, pytrace=False)
         record = self._record
         if record is None or not record.broken:
@@ -152,7 +152,7 @@ class MeasuredItem(TestRun):
         pytest.fail(text, pytrace=False)
 
     def _explain(self, record: TestRecord) -> Sequence[str]:
-        """Run the body once more, recorded; judge with its sites if it passes; return notes."""
+        """Run the body again, recorded; if it passes, add its sites to the record; return notes."""
         item, recorder = self.item, RecordedHistory()
         try:
             with recorder.during(STACKS_FOR_EXPLANATION):
@@ -184,8 +184,8 @@ class MeasuredItem(TestRun):
         """
         if not self.is_explained_later:
             return self._post_mortem()
-        # Else memory of the first run would be missing from the second one's. pytest
-        # shows the traceback all the same, without the values of its variables.
+        # The frames hold memory of the first run, which the second one needs. pytest
+        # still shows the traceback, without the values of its variables.
         traceback.clear_frames(error.__traceback__)
         recorder = RecordedHistory()
         with recorder.during(STACKS_FOR_EXPLANATION), suppress(*_OUTCOMES):

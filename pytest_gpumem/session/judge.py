@@ -29,7 +29,7 @@ class Judge:
         self._settings = settings
         self._store = BaselineStore(settings.baselines)
         self._predicts = SELECTOR in config.stash
-        """Whether the process only makes predictions."""
+        """Whether this process runs tests only to predict their memory."""
 
     def record(
         self,
@@ -42,9 +42,9 @@ class Judge:
     ) -> TestRecord | None:
         """Return the record of a test, with verdicts where its body ``passed``.
 
-        A rank among several is recorded without verdicts first, as one that did not pass.
-        ``ranks`` names the rank of ``measurement`` among several. ``None`` where an unmarked
-        test used no device. Raises :class:`BaselineError` where the stored baseline cannot be read.
+        One of several ranks is first recorded without verdicts, as if it had not passed; ``ranks``
+        names the rank of ``measurement``. Returns ``None`` if an unmarked test used no device.
+        Raises :class:`BaselineError` where the stored baseline cannot be read.
         """
         expectation, predicted = prepared.expectation, prepared.predicted
         if expectation is None and measurement.peak_allocated <= 0 and not others:
@@ -71,8 +71,8 @@ class Judge:
         self, record: TestRecord, expectation: Expectation, predicted: PredictedTest | None
     ) -> TestRecord:
         assert record.measurement is not None
-        # While baselines are replaced nothing is compared, and the update itself reports a file
-        # that cannot be read.
+        # Baselines that are being replaced are not compared, and the update reports a file that
+        # cannot be read.
         baseline = None
         if expectation.baseline is not False and self._settings.update_baselines != "all":
             baseline = self._store.entry(record.environment, *split_nodeid(record.nodeid))
@@ -105,7 +105,7 @@ class Judge:
         if baseline is None and expectation.baseline is not False:
             module, test_id = split_nodeid(record.nodeid)
             elsewhere = self._store.elsewhere(module, test_id, record.environment)
-        # If CI turned the option on by itself it is for tests with baseline=True.
+        # Where only the variable CI turned the option on, it applies to tests with baseline=True.
         name = "gpumem_require_baselines"
         return judge(
             expectation,

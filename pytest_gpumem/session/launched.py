@@ -1,9 +1,9 @@
-"""A run of which each rank is a process, as torchrun starts them: measured by all, judged once.
+"""A run under torchrun: each rank is a process, all of them measure, and rank 0 judges.
 
-Every process runs every test, on a device of its own. After each measured test the others send
-their peaks to rank 0, which judges the highest one, and all of them adopt its verdict: so
-``-x``, reruns and expected failures are the same everywhere. At the end they leave with one exit
-status, after rank 0 has written everything: torchrun ends all others as soon as one has left.
+Every process runs every test, on its own device. After each measured test all ranks send their
+peaks to rank 0, which judges the highest one, and adopt its verdict, so that ``-x``, reruns and
+expected failures agree. At the end all leave with one exit status, after rank 0 has written
+everything, because torchrun terminates the other processes when one has left.
 
 Where nothing is measured, each process behaves as without the plugin.
 """
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 _SKIPS = (pytest.skip.Exception, SimulationError)
 
 _ENDED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
-"""Exit codes of a run that did not complete: the other ranks may be anywhere."""
+"""Exit codes of a run that did not complete: the other ranks may be in any test."""
 
 
 class TorchrunRank:
-    """A rank's part in a run of all of them."""
+    """The process of one rank, and its exchange with the others."""
 
     def __init__(self, config: pytest.Config, world: World, selector: DeviceSelector) -> None:
         self._config = config
@@ -71,14 +71,14 @@ class TorchrunRank:
         self._failures: dict[str, str] = {}
         """The first line of each failure, by node id: of tests and of collection errors."""
         if world.rank:
-            # Only one process writes files of the run.
+            # Only rank 0 writes files of the run.
             if hasattr(config.option, "xmlpath"):
                 config.option.xmlpath = None
             if config.option.basetemp:
                 config.option.basetemp = f"{config.option.basetemp}-rank{world.rank}"
 
     def keep_output(self) -> None:
-        """Keep pytest's output off the terminal: only the first rank writes."""
+        """Hold back pytest's output: only rank 0 writes to the terminal."""
         reporter = self._config.pluginmanager.getplugin("terminalreporter")
         if self.world.rank and reporter is not None:
             self._kept = io.StringIO()
@@ -90,14 +90,14 @@ class TorchrunRank:
         return self.world.rank == 0 or not self._has_joined
 
     def join_ranks(self, items: Sequence[pytest.Item], expectations: Expectations) -> None:
-        """Meet the other ranks if any of ``items`` is measured, else write the kept output."""
+        """Connect to the other ranks if any of ``items`` is measured, else write held output."""
         if not any(map(expectations.is_measured, items)):
             reporter = self._config.pluginmanager.getplugin("terminalreporter")
             if self._kept is not None and reporter is not None:
                 reporter._tw = create_terminal_writer(self._config, sys.stdout)
                 reporter._tw.write(self._kept.getvalue(), flush=True)
             return
-        # Nothing else in a run has to import torch before a test needs it.
+        # This import of torch is needed only where ranks exchange data.
         from pytest_gpumem.simulated.distributed.exchange import exchange_of
 
         self._has_joined = True
@@ -143,9 +143,9 @@ class TorchrunRank:
     def _agree(
         self, item: pytest.Item, current: MeasuredItem | None, error: BaseException | None
     ) -> None:
-        """Send the others the outcome of ``item``, and judge the worst rank's peak on rank 0.
+        """Exchange the outcome of ``item`` with the other ranks; rank 0 judges the highest peak.
 
-        Raises the test's failure, where that is not ``error``.
+        Raises the failure that the ranks agree on, unless this rank has raised ``error`` itself.
         """
         if self._exchange is None or isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
             return
@@ -203,7 +203,7 @@ class TorchrunRank:
         current.judge(own, others, ranks=f"worst rank of {self.world.size}")
 
     def finish(self, session: pytest.Session, results: Results) -> None:
-        """End all ranks with one exit status: rank 0 has written the output."""
+        """Agree on one exit status for all ranks."""
         if self._exchange is None or session.exitstatus in _ENDED:
             return
         with self._with_all_ranks():
@@ -221,13 +221,13 @@ class TorchrunRank:
         session.exitstatus = self._status = status
 
     def end(self) -> None:
-        """Leave after rank 0 has written to the terminal: a process that leaves ends the others."""
+        """Wait until rank 0 has written its output: torchrun ends all ranks when one leaves."""
         exchange, self._exchange = self._exchange, None
         self._group.close()
         if self._terminate is not None:
             signal.signal(signal.SIGTERM, self._terminate)
         if exchange is None or self._status is None:
-            return  # the others may be anywhere, or gone
+            return  # the others may be in any test, or gone
         sys.stdout.flush()
         if self._status not in HARMLESS and _is_main_thread():
             # torchrun terminates remaining ranks of a failed run, and would report that instead.
@@ -278,16 +278,16 @@ def _text(item: pytest.Item, error: BaseException | None) -> str | None:
 
 
 def _is_main_thread() -> bool:
-    """Return whether this is the main thread, which alone may set signal handlers."""
+    """Return whether this is the main thread, the only one that may set signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def own_group(store: Store, world: World) -> Iterator[Callable[[], None]]:
-    """Yield a function that initialises ``torch.distributed`` unless done, on all ranks at once.
+    """Yield a function that initialises ``torch.distributed`` once, on all ranks together.
 
-    A simulated rank does the same. Code that initialises it itself has a group of its own instead.
-    NCCL is for tensors on GPUs, gloo for others; only gloo where torch has no NCCL.
+    A simulated rank does the same. If code calls ``init_process_group`` itself, its group replaces
+    this one. NCCL is for tensors on GPUs, gloo for CPU tensors, and for all if torch has no NCCL.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -313,12 +313,12 @@ def own_group(store: Store, world: World) -> Iterator[Callable[[], None]]:
             dist.destroy_process_group()
         is_there = False
 
-    def giving_way(*args: Any, **kwargs: Any) -> Any:
+    def init_after_destroying(*args: Any, **kwargs: Any) -> Any:
         destroy_group()
         return init(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patches:
         for owner in (dist, c10d):
-            patches.setattr(owner, "init_process_group", giving_way)
+            patches.setattr(owner, "init_process_group", init_after_destroying)
         yield ensure
     destroy_group()

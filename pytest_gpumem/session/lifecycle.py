@@ -1,8 +1,8 @@
 """The lifecycle of each test of a process, step by step: docs/how_a_test_runs.md.
 
-After an illegal access or an assertion on the device every CUDA call of the process fails
-(``device/cuda.py``), so tests that come later would fail for it, too: such a process leaves, and
-another one runs the tests that are left.
+After an illegal access or a device-side assertion every CUDA call of the process fails
+(``device/cuda.py``), and so would all later tests. Such a process exits, and another one runs the
+remaining tests.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class TestLifecycle:
         if parts.selector.off or item.get_closest_marker("skip"):
             return
         problem = parts.sharing.why_not if parts.sharing is not None else None
-        # Of a marker, too, that was added after collection.
+        # Also for a marker that was added after collection.
         if problem := problem or expectations.problem(item):
             pytest.fail(problem, pytrace=False)
         if expectations.is_measured(item):
@@ -161,7 +161,7 @@ class TestLifecycle:
 
     @contextmanager
     def one_outcome(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
-        """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
+        """Set up ``item`` inside, or call it if ``called``; all ranks get the same outcome."""
         launched = self._parts.launched
         if launched is None or not self._parts.expectations.is_measured(item):
             yield
@@ -169,14 +169,14 @@ class TestLifecycle:
         with launched.one_outcome(item, lambda: self.current, called=called):
             yield
 
-    def again(self, item: pytest.Item, error: BaseException | None = None) -> Rerun | None:
-        """Return the run that ``item`` needs after ``error``, ``None`` where it needs no other."""
+    def next_run(self, item: pytest.Item, error: BaseException | None = None) -> Rerun | None:
+        """Return the next run of ``item`` after ``error``, ``None`` if it needs none."""
         current, sharing = self.current, self._parts.sharing
         if current is None:
             return None
         from pytest_gpumem.session.rerun import Rerun, run_with_values
 
-        if sharing is not None and (enter := sharing.again(current, error)):
+        if sharing is not None and (enter := sharing.admit_next_run(current, error)):
 
             def begin_admitted() -> None:
                 enter()
@@ -189,44 +189,44 @@ class TestLifecycle:
             assert self.current is not None
             return self.current.device
 
-        if again := run_with_values(current, error, begin):
-            return again
+        if following := run_with_values(current, error, begin):
+            return following
         goes_on = self._worst is not None and self._worst.goes_on(current, error)
         return Rerun(partial(self.begin, item)) if goes_on else None
 
-    def repeat(self, item: Any, again: Rerun | None, *, called: bool) -> None:
-        """Set ``item`` up once more, and call it if ``called``; then as often as it needs."""
-        while again is not None:
+    def repeat(self, item: Any, rerun: Rerun | None, *, called: bool) -> None:
+        """Set ``item`` up again, and call it if ``called``, until it needs no further run."""
+        while rerun is not None:
             try:
                 if called and getattr(item, "_excinfo", None):
                     item._excinfo.clear()
-                with again.bounded():
-                    self._set_up_again(item, again)
+                with rerun.bounded():
+                    self._set_up_again(item, rerun)
                     if called:
                         with self.calling():
                             item.runtest()
-                again = self.again(item)
+                rerun = self.next_run(item)
             except BaseException as error:
-                again = self.again(item, error)
-                if again is None:
+                rerun = self.next_run(item, error)
+                if rerun is None:
                     raise
 
-    def _set_up_again(self, item: Any, again: Rerun) -> None:
+    def _set_up_again(self, item: Any, rerun: Rerun) -> None:
         """Set ``item`` up, as pytest would for a test that follows it."""
         state = item.session._setupstate
-        # The teardown of tmp_path reads and removes data that the reports of the test have left.
-        # Before this one, or where the user interrupts the second run, there has been no report.
+        # The teardown of tmp_path reads and removes data that a report stores on the item. This
+        # teardown comes before any report, as does one after the user interrupts the second run.
         item.stash.setdefault(tmppath_result_key, {})
         state.teardown_exact(item.parent)
         item.stash.setdefault(tmppath_result_key, {})
         item._initrequest()
         clear_cached_tensors()
         self.end()
-        again.begin()
+        rerun.begin()
         state.setup(item)
 
     def complete(self, item: pytest.Item, report: pytest.TestReport, *, raised: bool) -> None:
-        """Put the current test's record on its final call report, and what it found elsewhere."""
+        """Put the current test's record on its final call report, and the loss of the context."""
         sharing = self._parts.sharing
         if self.current is not None:
             report.user_properties = of_builtin_types(report.user_properties)
@@ -240,10 +240,10 @@ class TestLifecycle:
             setattr(report, NEIGHBOURS, beside)
 
     def _check_context(self, item: pytest.Item, report: pytest.TestReport, device: Device) -> None:
-        """Check after a failed test whether its process can run others.
+        """Check after a failed test whether its process can run further tests.
 
-        Under MPS a fault in one client breaks every client: a test that did not run alone on its
-        device is a suspect, and is rerun without others.
+        Under MPS a fault in one client breaks every client, so a test that did not run alone on its
+        device may not be the cause, and runs again alone.
         """
         if (fault := device.fault()) is None:
             return
@@ -269,7 +269,7 @@ class TestLifecycle:
         return watched
 
     def _machine(self, device: Device | None) -> Device | None:
-        """Return the simulated device that stands for a machine, ``None`` for the real one."""
+        """Return ``device`` if it is simulated, ``None`` for a device of the real machine."""
         return (
             None if device is None or device is self._parts.selector.measured_device() else device
         )

@@ -28,10 +28,10 @@ MPS_MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
 def place(settings: Settings) -> Callable[[], None]:
-    """Give this process its device, and its share of it under MPS; return the way back.
+    """Set the variables for this process's device and MPS share; return a function that undoes it.
 
-    Does nothing where tests are simulated, and to a variable that the user has set for MPS. Raises
-    ``pytest.UsageError`` where the table of places cannot be used.
+    Does nothing where tests are simulated, and keeps a variable that the user has set for MPS.
+    Raises ``pytest.UsageError`` where the table of places cannot be used.
     """
     patches = pytest.MonkeyPatch()
     gpus = host_gpus(settings.device)
@@ -53,7 +53,7 @@ def place(settings: Settings) -> Callable[[], None]:
 
 
 def candidate_of(gpu: NvmlReading) -> CandidateDevice:
-    """Return the room for a worker on ``gpu``."""
+    """Return the entry of ``gpu`` in the choice of a device for this process."""
     taken = {process.pid: process.used or 0 for process in gpu.others or ()}
     taken[0] = max(gpu.used - sum(taken.values()), 0)
     is_exclusive = gpu.mode.is_exclusive or gpu.mode.prohibited
@@ -70,8 +70,8 @@ def candidate_of(gpu: NvmlReading) -> CandidateDevice:
 def visible(own: NvmlReading, gpus: Sequence[NvmlReading]) -> str:
     """Return CUDA_VISIBLE_DEVICES for a process whose own device, ``cuda:0``, is ``own``.
 
-    The other GPUs stay visible behind it, for tests that use several; of MIG instances CUDA can
-    use only one (NVIDIA's MIG guide, "CUDA Device Enumeration").
+    The other GPUs follow it, for tests that use several. A process can use only one MIG instance
+    (NVIDIA's MIG guide, "CUDA Device Enumeration").
     """
     if own.uuid.startswith("MIG-"):
         return own.uuid
@@ -80,9 +80,9 @@ def visible(own: NvmlReading, gpus: Sequence[NvmlReading]) -> str:
 
 
 def part_of_mps(quota: Quota, total: int, workers: int) -> Mapping[str, str]:
-    """Return the variables that hold a client of MPS to ``quota``, threads and memory.
+    """Return the variables that limit threads and memory of an MPS client by ``quota``.
 
-    The limit includes CUDA's own allocations, so a context is added. Source: NVIDIA's
+    MPS counts CUDA's own allocations, too, so the size of a context is added. Source: NVIDIA's
     Multi-Process Service guide, "Appendix: Environment Variables".
     """
     size = quota.of(total, workers)
@@ -95,7 +95,7 @@ class Room(NamedTuple):
 
     free: int
     context: int
-    """The bytes that each worker takes, whatever it runs."""
+    """The bytes that each worker needs besides its tests."""
     most_workers: int | None = None
     """The most workers of the device; ``None`` for no limit."""
 
@@ -114,7 +114,7 @@ def workers_by_memory(config: pytest.Config, settings: Settings) -> tuple[int, s
     needs = list(_needs(settings, gpu))
     if settings.quota is not None and not settings.quota.auto:
         most = settings.quota.of(max(room.free for room in rooms), 1)
-        # The quota is itself used where no need is known.
+        # Where no need is known, each worker counts with its quota.
         needs = [min(need, most) for need in needs] or [most]
     found = min(fitting(rooms, needs), cores)
     return found, f"-n auto: {found} of {cores} cores' workers fit the memory"
@@ -123,8 +123,8 @@ def workers_by_memory(config: pytest.Config, settings: Settings) -> tuple[int, s
 def fitting(rooms: Iterable[Room], needs: Sequence[float]) -> int:
     """Return the number of workers that can run tests at once: at least one.
 
-    Each holds its context and a test of the mean need; ``needs`` are bytes, of the tests whose
-    needs are known. More workers would only wait, and hold their contexts.
+    Each holds its context and a test of mean size; ``needs`` are the bytes of the tests whose
+    needs are known. Additional workers would wait, and their contexts would use memory.
     """
     mean = sum(needs) / len(needs) if needs else 0.0
     total = 0

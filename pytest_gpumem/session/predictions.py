@@ -1,8 +1,8 @@
 """The needs of tests by simulation, before they run on a GPU: with ``predict=``, or to share it.
 
-A test of unknown need runs alone once, and the other workers wait. A simulated run costs a pytest
-of its own, some seconds of a CPU, and no time of the GPU. So it is done where several workers
-would wait for several such tests, once for a host's workers of a run, and its result is kept.
+A test of unknown need runs alone once, while the other workers wait. Simulating it instead costs
+another pytest process, some seconds of CPU time and no GPU time. So tests are simulated where
+several workers would wait for several of them, once per run and host, and the results are kept.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.prediction.process import MachineResult
 
 PATIENCE = 120.0
-"""Seconds after which the simulation begins no other test: remaining ones run alone."""
+"""Seconds after which the simulation starts no further test: the remaining ones run alone."""
 
 SECONDS_KEPT = 86_400.0
-"""Seconds for which a result is left to other workers of its run."""
+"""Seconds for which a result stays in the folder for other workers of the run."""
 
 _PREFIX = "foreseen-"
 
@@ -54,7 +54,7 @@ class Predictions:
         return self._known[item.nodeid]
 
     def of_all(self, items: Iterable[pytest.Item], device: CudaDevice) -> dict[str, PredictedTest]:
-        """Return the needs of those ``items`` that the simulation comes to in time."""
+        """Return the needs of those ``items`` that were simulated within :data:`PATIENCE`."""
         found = self._predicted({item.nodeid: item for item in items}, device, PATIENCE)
         # Tests that have not been run may still be requested later.
         self._known.update({nodeid: one for nodeid, one in found.items() if one.measurement})
@@ -71,7 +71,7 @@ class Predictions:
         seed = getattr(config.option, "randomly_seed", None)  # chosen by pytest-randomly
         names = [without_group(item.nodeid).partition("::")[2] for item in items.values()]
         request = Request(
-            # A path that is absolute means the same in every folder.
+            # Absolute, because the simulation runs in another working directory.
             tuple(f"{item.path}::{name}" for item, name in zip(items.values(), names, strict=True)),
             (machine,),
             options={"randomly_seed": seed} if isinstance(seed, int) else {},
@@ -99,15 +99,17 @@ def _predicted(answer: MachineResult | None, gpu: str) -> PredictedTest:
 
 
 def is_worth_it(unknown: int, workers: int) -> bool:
-    """Return whether ``unknown`` tests are to be simulated for a run of so many workers."""
-    return workers > 1 and unknown >= 4  # fewer have run alone before a simulation begins
+    """Return whether to simulate ``unknown`` tests for a run of ``workers``."""
+    return workers > 1 and unknown >= 4  # fewer are run alone faster than a simulation starts
 
 
-def foreseen(folder: Path, run: str, simulate: Callable[[], Mapping[str, int]]) -> dict[str, int]:
+def simulated_once(
+    folder: Path, run: str, simulate: Callable[[], Mapping[str, int]]
+) -> dict[str, int]:
     """Return bytes by node id from ``simulate``, 0 for tests that cannot be simulated.
 
-    The first worker of ``run`` in the ledger's ``folder`` calls it; others wait for its
-    result. One that is killed in the process leaves the work to the next.
+    The first worker of ``run`` calls it while it holds a lock in the ledger's ``folder``; the
+    others wait for its result. If it is killed, the next one calls ``simulate``.
     """
     from filelock import FileLock
 

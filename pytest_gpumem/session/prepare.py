@@ -24,8 +24,8 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.world import RequestedRank
 
 USED_AFTERWARDS = (used_fixtures, conclusion, json_report, record, rerun, store, terminal, update)
-"""Modules used after bodies, imported before: a body may empty ``sys.path``, or leave a folder that
-is deleted, and must not cost the reports of the tests that are over."""
+"""Modules needed after a body, imported before it: a body may empty ``sys.path`` or delete the
+working directory, and reports of earlier tests must still be written."""
 
 
 class Preparation:
@@ -35,7 +35,7 @@ class Preparation:
         self._parts = parts
         self._judge = Judge(parts.config, parts.settings)
         self._problems: set[str] = set()
-        """Reasons why there is no device, which are the same for every test."""
+        """Reasons why there is no device, kept because they are the same for every test."""
         self.fixture_records = FixtureRecords()
         """The memory of living fixtures."""
 
@@ -88,10 +88,10 @@ class Preparation:
             return MeasuredItem(prepared, *given)
         except QuotaError as error:
             problem = str(error)
-        pytest.fail(problem, pytrace=False)  # outside, so that no other exception precedes it
+        pytest.fail(problem, pytrace=False)  # outside of the handler, so that it has no context
 
     def _check_ranks(self, asked: int) -> None:
-        """Skip or fail a test that requests a number of ranks which this run does not have."""
+        """Skip or fail a test that requests another number of ranks than this run has."""
         selector = self._parts.selector
         if selector.world is not None:
             if asked != selector.world.size:
@@ -102,7 +102,7 @@ class Preparation:
         except DeviceError:
             return  # reported when the device is chosen
         count = device_count()
-        # A dry device is one of the ranks by itself; where there are as many, each has a process.
+        # One dry device stands for one of the ranks; with a device for each, each is a process.
         if real is None or (selector.only_model and count < asked):
             return
         if count < asked:
@@ -150,5 +150,5 @@ class Preparation:
 
 
 def _skip(reason: str) -> NoReturn:
-    # As skipif does it: the report then names the test's line, not this one.
+    # As skipif does, so that the report names the test's line and not this one.
     raise pytest.skip.Exception(reason, _use_item_location=True)

@@ -1,16 +1,15 @@
 """A further run of a test within one phase of pytest: other plugins see one run.
 
-It is torn down and set up again, as between any two tests. A test runs again
+The test is torn down and set up again, as between any two tests. It runs again
 
-- on shared devices, where memory was crowded out or lent to another test;
-- as the next of its ranks, where it requests the worst of them;
-- where it needs values, which the CPU computes: a simulated device has shapes, and the dry one
-  copied values. Where control flow, a shape or an assertion depends on a value that it does not
-  have, the test runs on a device of the same model that has values too. On the dry device small
-  values come first, and all of them in a third run. All values are computed for at most
-  ``--gpumem-sim-values-limit``; where the run before, as far as it came, needed more than that,
-  the second one does not begin. Fixtures that tests share are set up anew if they depend on the
-  device, as between any two devices.
+- on shared devices, if other processes used its memory or it was lent to another test;
+- as the next rank, if it requests the worst of its ranks;
+- if it needs tensor values: a simulated device has only shapes, the dry one only copied values.
+  If control flow, a shape or an assertion depends on a missing value, the test runs on a device of
+  the same model that computes values on the CPU. The dry device first computes small tensors, and
+  all of them in a third run. Computing all values is limited by ``--gpumem-sim-values-limit``; if
+  the work that the earlier run counted already exceeds the limit, no second run begins. Shared
+  fixtures that depend on the device are set up again, as for any change of device.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ class Rerun(NamedTuple):
     """A further run of one test."""
 
     begin: Callable[[], object]
-    """The function that begins to measure it, between the two runs."""
+    """Function that starts its measurement, called between the two runs."""
     bounded: Callable[[], AbstractContextManager[None]] = nullcontext
-    """The context in which it is set up and called."""
+    """Context manager around its set-up and call."""
 
 
 class WorstRank(Worst):
-    """The runs of a test that requests the worst of its ranks; that of the highest peak is last."""
+    """The runs of a test that requests the worst of its ranks; the highest peak's run is last."""
 
     def goes_on(self, current: MeasuredItem, error: BaseException | None) -> bool:
         """Return whether the test runs again, as the next :attr:`rank`.
 
-        An ``error`` about memory is the worst rank's; a body that fails is not run again.
+        An ``error`` about memory makes this rank the worst one; a body that fails is not run again.
         """
         failed = error is not None and not isinstance(error, pytest.fail.Exception)
         if failed or current.body_raised or current.measurement is None:
@@ -68,9 +67,9 @@ class WorstRank(Worst):
 def run_with_values(
     current: MeasuredItem, error: BaseException | None, begin: Callable[[ValueLevel], Device]
 ) -> Rerun | None:
-    """Return the run with values that a test needs after ``error``, ``None`` for none.
+    """Return the run with values that a test needs after ``error``, ``None`` if it needs none.
 
-    ``begin`` begins to measure it on a device that computes the given ones.
+    ``begin`` starts its measurement on a device that computes values of the given level.
     """
     device, item, settings = current.device, current.item, current.settings
     if not isinstance(device, ComputingDevice):
@@ -86,7 +85,7 @@ def run_with_values(
     if reason is None:
         return None
     following = error
-    while following is not None:  # their frames hold memory, in cycles, and are not displayed
+    while following is not None:  # frames of the exceptions hold memory; they are not displayed
         clear_frames(following.__traceback__)
         following = following.__cause__ or following.__context__
     if computed is not ValueLevel.ALL:
@@ -101,7 +100,7 @@ def _with_all_values(
     limit: float,
     expected: float,
 ) -> Rerun:
-    """Return the run that computes for at most ``limit`` seconds, and at least ``expected``."""
+    """Return the run that computes for at most ``limit`` seconds; it takes ``expected`` or more."""
     in_short = reason.partition(", which")[0]
     shown: Callable[[str], None] | None = None
 

@@ -1,6 +1,6 @@
-"""Process-wide settings of a test's body, restored after the body where numbers depend on them.
+"""Process-wide settings that memory depends on, restored after a test's body has changed them.
 
-A test's number must not depend on other tests. Settings of fixtures stay.
+A test's numbers must not depend on other tests. Settings made by fixtures stay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MEASURES_WITH = (
     *("is_initialized", "memory_allocated", "memory_reserved", "memory_snapshot", "memory_stats"),
     *("max_memory_allocated", "reset_peak_memory_stats", "synchronize"),
 )
-"""Functions of torch.cuda that the next test's measurement needs as they were."""
+"""Functions of torch.cuda that measurements call: a body's replacement of them is undone."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def process_restored() -> Iterator[None]:
 
 @contextmanager
 def _torch_restored(torch: Any) -> Iterator[None]:
-    # Looked up before: the body may replace them.
+    # Looked up before the body, which may replace them.
     set_grad_enabled, set_default_dtype = torch._C._set_grad_enabled, torch.set_default_dtype
     set_default_device = torch.set_default_device
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()

@@ -45,12 +45,12 @@ class Results:
         self.incomplete: dict[str, str] = {}
         self.notes: list[str] = []
         self.broken_plugins: dict[str, None] = {}
-        """Sentences, each once: workers may all find the same."""
+        """Sentences without duplicates: several workers may send the same."""
         self.unsimulated: dict[str, str] = {}
         self.undescribed: dict[str, str] = {}
         """The undescribed kernel that a test called, by node id."""
         self.sentences: dict[str, str] = {}
-        """Texts of failures that are not due to the tests' own memory."""
+        """Texts of failures that another process or the device caused."""
         self.skipped_at_import = 0
         self.lines: dict[str, tuple[str, int]] = {}
         """The file and line of each test that has a record, by node id."""
@@ -60,9 +60,9 @@ class Results:
         self.stopwatch = Stopwatch()
         self.usages: Sequence[RunUsage] = ()
         self.foreseen: Learned | None = None
-        """The simulated needs of tests, as far as they were requested."""
+        """The simulated needs of tests for which they were requested."""
         self.shard = ""
-        """The sentence on the part of the tests that this run was."""
+        """The sentence on this run's shard of the tests."""
         self.any_marked = False
 
     @property
@@ -103,7 +103,7 @@ class Results:
             if worker := getattr(report, "worker_id", None):
                 self.environments.setdefault(worker, set()).add(record.environment)
         if report.failed and run in self.by_run and not is_subtest:
-            # Not yet known when the record was made: a failed subtest, an error of the teardown.
+            # A failed subtest or an error of the teardown comes after the record was made.
             outcome = "failed" if report.when == "call" else "error"
             self.by_run[run] = replace(self.by_run[run], outcome=outcome)
 
@@ -113,7 +113,7 @@ class Results:
         self.any_marked |= marked
 
     def not_collected(self, nodeid: str) -> None:
-        """Record a collection error: the module's tests may well exist."""
+        """Record a collection error: baselines of the module's tests are not unused."""
         module = nodeid.partition("::")[0]
         self.incomplete[module] = f"{module} could not be collected"
 
@@ -139,7 +139,7 @@ class Results:
 
     @property
     def has_notes(self) -> bool:
-        """Whether there is something to say beside records."""
+        """Whether the terminal's section has anything besides records."""
         is_off = self.settings.device.kind == "off" and self.any_marked
         skipped = self.skipped_at_import or self.skipped_modules or self.unsimulated
         return bool(is_off or skipped or self.notes or self.broken_plugins or self.shard)
@@ -147,7 +147,7 @@ class Results:
     def failures_shown_once(
         self, reporter: pytest.TerminalReporter
     ) -> AbstractContextManager[None]:
-        """Return the context in which pytest writes its summary, with each cause once."""
+        """Return the context in which pytest's summary shows each cause once."""
         if not self.sentences and not any(record.failed for record in self.by_run.values()):
             return nullcontext()
         from pytest_gpumem.report.failures import Failure, merged
@@ -184,14 +184,14 @@ class Stopwatch:
             self._neighbours[run] = getattr(report, NEIGHBOURS)
 
     def timed(self, run: RunKey, record: TestRecord) -> TestRecord:
-        """Return ``record`` with the whole test's duration, and the number of others beside it."""
+        """Return ``record`` with the test's duration, and the number of tests beside it."""
         if run not in self._seconds:
             return record
         duration = round(self._seconds[run], 6)
         return replace(record, duration=duration, beside=self._neighbours.get(run))
 
     def costs(self, records: Mapping[RunKey, TestRecord]) -> Learned:
-        """Return the data to keep of the tests that passed; ``records`` are of the measured."""
+        """Return the costs of passed tests, to be kept; ``records`` are those of measured tests."""
         from pytest_gpumem.sharing.learned import NO_DEVICE, Learned, TestCost
 
         learned = Learned()
@@ -209,9 +209,9 @@ class Stopwatch:
         return learned
 
     def _was_alone(self, run: RunKey, record: TestRecord) -> bool:
-        """Return whether nothing else is known to have computed on the test's device."""
+        """Return whether no other process is known to have used the test's device."""
         beside = self._neighbours.get(run)
         if beside is not None or record.environment.is_exact:
             return not beside
-        # Several workers without a shared gate may each have been beside the others.
+        # Workers without a shared gate may have run tests at the same time.
         return len(self._workers) < 2 and (record.nvml or {}).get("alone") is not False

@@ -1,4 +1,4 @@
-"""Run a test: its body on its device, metered from the set-up of its fixtures to their teardown."""
+"""A run of a test on its device, metered from the set-up of its fixtures to the end of its body."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TestRun:
     """One attempt at a test: its device is active until it is closed."""
 
     def __init__(
-        self, prepared: Prepared, ledger: FixtureRecords, settings: Settings, hooks: Hooks
+        self, prepared: Prepared, fixture_records: FixtureRecords, settings: Settings, hooks: Hooks
     ) -> None:
         self.prepared = prepared
         self.settings = settings
@@ -67,16 +67,16 @@ class TestRun:
         self.item, self.device = item, device = prepared.item, prepared.device
         self.in_body = False
         self._expected_before = Expected()
-        """The expected bytes of objects that fixtures name."""
+        """The expected bytes of objects that fixtures watch."""
         self._expected = Expected()
-        """The expected bytes of these and objects that the body names, in its last run."""
+        """The expected bytes of these and of objects that the body watches, in its last run."""
         with ExitStack() as starting:
             starting.enter_context(device.active())
             starting.enter_context(device.measuring(item.nodeid))
             statistics = CudaStatistics(device.workspaces)
             starting.enter_context(statistics.own_peaks_shown())
             recorder = device.recorder
-            # A rank cannot run once more without the others.
+            # One of several ranks cannot run again later, without the others: it records now.
             always = ("always", "failed") if prepared.among_ranks else ("always",)
             if recorder is None and (settings.history or settings.explain in always):
                 recorder = RecordedHistory()
@@ -86,7 +86,7 @@ class TestRun:
             account = None if recorder is None else self._recorder(recorder)
             self._meter = Meter(
                 statistics,
-                ledger,
+                fixture_records,
                 account,
                 numbered=settings.loop_phases == "numbered",
                 compile_context=device.compile_context,
@@ -94,15 +94,15 @@ class TestRun:
             )
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
-            fixtures = ledger.with_nested(used_fixtures.expected_fixtures(item))
-            device.begin_test(item.nodeid, fixtures, ledger.replace_record)
+            fixtures = fixture_records.with_nested(used_fixtures.expected_fixtures(item))
+            device.begin_test(item.nodeid, fixtures, fixture_records.replace_record)
             self._failed_allocations: Sequence[FailedAllocation] = ()
             if prepared.quota is not None:
-                # Its key is computed from the settings before a quota adds one for child processes.
+                # Computed before a quota changes the allocator settings, which the key includes.
                 assert device.environment
                 starting.enter_context(device.limited(prepared.quota))
             if prepared.quota is not None or settings.share:
-                # Behind the quota, which is tried out by an allocation that is refused.
+                # After the quota: setting one makes an allocation that is refused, to test it.
                 self._failed_allocations = starting.enter_context(device.failed_allocations())
             if account is not None:
                 account.set_up()
@@ -130,7 +130,7 @@ class TestRun:
                 nested.extend(asked_for - set(nested))
 
     def _repeat_set_ups(self) -> None:
-        """Put fixtures into this test's memory that its body requests and earlier tests set up."""
+        """Charge fixtures that the body requests and an earlier test set up."""
         device = self.device
         for fixture in device.not_in_memory(used_fixtures.fixtures_of(self.item)):
             self._meter.reused(fixture, partial(device.repeat_set_up, fixture))
@@ -197,7 +197,7 @@ class TestRun:
         return found[-1] if found else None
 
     def out_of_memory(self) -> OutOfMemory | None:
-        """Return who held the memory when it ran out, ``None`` where that is not known."""
+        """Return the analysis of the failed allocation, ``None`` if blocks were not recorded."""
         device, meter = self.device, self._meter
         if meter.recorder is None:
             return None

@@ -123,7 +123,7 @@ class GpumemSession(Parts):
         return Gpumem(run, off=self.selector.off)
 
     def lifecycle_of(self, item: pytest.Item) -> TestLifecycle | None:
-        """Return the lifecycle of tests; ``None`` if neither ``item`` nor one before needs it."""
+        """Return the lifecycle of tests, ``None`` until a test needs it: one like ``item``."""
         if self.lifecycle is None and (
             self.results.any_marked
             or self.ambient is not None
@@ -144,7 +144,7 @@ class GpumemSession(Parts):
 
     @cached_property
     def controller(self) -> Controller:
-        """The service to workers of pytest-xdist that this process has started."""
+        """The data on the pytest-xdist workers that this process has started."""
         return Controller(self)
 
     @cached_property
@@ -207,7 +207,7 @@ class Controller:
             self._lost[worker] = lost
 
     def reschedule(self, nodeid: str, report: Any, scheduler: Any) -> None:
-        """Reschedule the next test of a worker that left on purpose; leave real crashes."""
+        """Reschedule ``nodeid`` if its worker exited because it lost the CUDA context."""
         culprit = self._lost.get(_worker_of(report) or "")
         if self._parts.settings.share and nodeid in self.hosts.suspects:
             why = "a fault of the GPU hit all that ran on it: it is run again by itself"

@@ -111,10 +111,10 @@ class Sharding:
 def planned(
     shards: Sequence[Shard], tests: Sequence[Weight], on_gpu: Collection[str]
 ) -> list[list[str]]:
-    """Return ``tests`` as planned.
+    """Return the ``tests`` of each machine of the plan.
 
-    Of tests that are not in the plan, the machines of most memory get those that run ``on_gpu``,
-    and the cheapest machines the others.
+    Tests that are not in the plan go to the machines with most memory if they run ``on_gpu``, else
+    to the cheapest ones.
     """
     names = {test.name for test in tests}
     parts = [sorted(names & set(shard.tests)) for shard in shards]
@@ -133,7 +133,7 @@ def planned(
 
 
 def _weights(config: pytest.Config, settings: Settings) -> Weights:
-    """Return the needs of tests: from the given file, else from cache and baselines."""
+    """Return times and sizes of tests: from the given file, else from cache and baselines."""
     if settings.shard_by is not None:
         return read_weights(settings.shard_by)
     seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The tests of this process beside those of others on the same devices."""
+"""The admission of this process's tests to devices that other processes use, too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.device_admissions import DeviceAdmissions, interruptible
 from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.item import MeasuredItem
-from pytest_gpumem.session.predictions import Predictions, foreseen, is_worth_it
+from pytest_gpumem.session.predictions import Predictions, is_worth_it, simulated_once
 from pytest_gpumem.session.rerun import can_run_again
 from pytest_gpumem.sharing.admission import RESERVED_PER_ALLOCATED, Need
 from pytest_gpumem.sharing.database import SharingError, default_folder
@@ -53,7 +53,7 @@ class Sharing:
         self._unusable: str | None = None
         """The reason why there is no gate for the current test."""
         self.admissions: DeviceAdmissions | None = None
-        """The current test's entries and exits, ``None`` for one that does not share."""
+        """The admissions of the current test, ``None`` for one that does not share its device."""
 
     @property
     def why_not(self) -> str | None:
@@ -87,12 +87,12 @@ class Sharing:
         refused = current.shortage, current.prepared.quota
         return self.admissions is not None and bool(self.admissions.next_run(error, *refused))
 
-    def again(
+    def admit_next_run(
         self, current: MeasuredItem, error: BaseException | None
     ) -> Callable[[], None] | None:
-        """Return the function that admits the run which a test needs after ``error``, if any.
+        """Return a function that admits the next run of a test after ``error``; ``None`` for none.
 
-        Fails the test where there was no room for it even alone.
+        Fails a test that found too little memory even when it ran alone.
         """
         admissions = self.admissions
         if admissions is None or not can_run_again(current.item):
@@ -101,7 +101,7 @@ class Sharing:
         following = admissions.next_run(error, *refused)
         if following is not None:
             if error is not None:
-                # Memory that the frames hold would be missing from the device.
+                # The frames hold memory that the next run needs.
                 traceback.clear_frames(error.__traceback__)
             return partial(admissions.enter_again, following)
         if error is not None and (problem := admissions.crowded_out(*refused)):
@@ -110,7 +110,7 @@ class Sharing:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Run the current test's body inside; an opportunistic one makes room for others."""
+        """Run the current test's body inside; interrupt an opportunistic one if another waits."""
         admission = self.admissions.admission if self.admissions else None
         if admission is None or admission.need.guaranteed:
             yield
@@ -126,9 +126,9 @@ class Sharing:
                 yield
 
     def suspect(self) -> bool:
-        """Mark the current test for a rerun alone, unless it ran so; return whether it was marked.
+        """Mark the current test for a rerun alone; return whether it was marked.
 
-        Others may have come after it began, so it is rerun unless it was meant to run alone.
+        A test that was admitted to run alone is not marked.
         """
         admission = self.admissions.admission if self.admissions else None
         if admission is None or self._ledger is None or admission.need.exclusive:
@@ -138,9 +138,9 @@ class Sharing:
         return True
 
     def plan(self, tests: Iterable[tuple[pytest.Item, Expectation | None, Device]]) -> None:
-        """Send the needs of ``tests`` to the process that schedules them."""
+        """Send the needs of ``tests`` to the controller, which schedules them."""
         tests = list(tests)
-        self._foresee(tests)
+        self._simulate(tests)
         gates = [self._gate(item, device) for item, _, device in tests]
         if tests:
             self._channel.send(
@@ -151,8 +151,8 @@ class Sharing:
                 real=not all(device.environment.simulated for _, _, device in tests),
             )
 
-    def _foresee(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
-        """Simulate unknown needs of tests on a real GPU, where that saves its time."""
+    def _simulate(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
+        """Simulate tests of unknown need on a real GPU, where that is faster than running alone."""
         unknown = [
             (item, device)
             for item, expectation, device in tests
@@ -170,7 +170,7 @@ class Sharing:
 
         learned = Learned()
         with suppress(OSError):  # for a folder that cannot be used, which the gate reports
-            for nodeid, size in foreseen(default_folder(), self._run, simulate).items():
+            for nodeid, size in simulated_once(default_folder(), self._run, simulate).items():
                 cost = TestCost(predicted=size)
                 learned.learn(device.environment.key, without_group(nodeid), cost)
         self._learned.merge(learned)

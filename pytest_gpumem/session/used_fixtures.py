@@ -1,9 +1,9 @@
 """The fixtures that a test uses, in pytest's order, and the devices that they were set up on.
 
-A module's fixture may be set up by an unmarked test, where there is no GPU, and then be requested
-by a marked one, where there is one; or by tests of two GPU models. Its value would belong to the
-wrong machine, and numbers would depend on the order of tests. So a shared fixture that depends on
-the device is set up anew for a test of another one.
+An unmarked test may set up a module's fixture without a GPU, and a marked test with a simulated GPU
+may then request it; or two tests with different GPU models may. The value would belong to the
+wrong device, and numbers would depend on the order of tests. So a shared fixture that depends on
+the device is set up again for a test on another device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from _pytest.fixtures import FixtureDef
 
 from pytest_gpumem.device.device import Device
 
-_QUESTIONS = ("is_available", "device_count")
-"""Functions of torch.cuda whose result tells one machine from the other."""
+_DEVICE_FUNCTIONS = ("is_available", "device_count")
+"""Functions of torch.cuda whose result differs between devices."""
 
 _DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -45,8 +45,8 @@ def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:
 def expected_fixtures(item: pytest.Item) -> list[FixtureDef[Any]]:
     """Return the fixtures that ``item`` names, in the order in which pytest sets them up.
 
-    That is the order of scopes, and each fixture comes after those that its arguments name. What
-    an earlier test has set up does not change it. Source: ``FixtureManager.getfixtureclosure`` and
+    That is the order of scopes, and each fixture comes after those that its arguments name.
+    Set-ups by earlier tests do not change it. Source: ``FixtureManager.getfixtureclosure`` and
     ``FixtureDef.execute`` of _pytest/fixtures.py.
     """
     info = getattr(item, "_fixtureinfo", None)
@@ -81,7 +81,7 @@ def _overridden(
 
 
 def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]]:
-    """Return the fixtures that a test has requested so far; only its request has them."""
+    """Return the fixtures that a test has requested so far, from a private attribute of pytest."""
     return dict(getattr(request, "_fixture_defs", {}))
 
 
@@ -89,7 +89,7 @@ def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]
 def call_after_getfixturevalue(item: pytest.Item, notice: Callable[[], None]) -> Iterator[None]:
     """Call ``notice`` after each ``request.getfixturevalue`` of the body, which runs inside.
 
-    A fixture that is set up has a hook, and one that an earlier test has set up has none.
+    pytest calls a hook for each set-up, but none for a fixture that an earlier test has set up.
     """
     request: Any = getattr(item, "_request", None)
     if request is None:
@@ -111,9 +111,9 @@ def call_after_getfixturevalue(item: pytest.Item, notice: Callable[[], None]) ->
 
 @contextmanager
 def undo_failed_set_up(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Reset ``fixture`` if the simulation cannot set it up, which happens inside.
+    """Reset ``fixture`` if its set-up, inside, raises an error of the simulation.
 
-    pytest does so for ordinary exceptions; any other leaves it half set up for the next test.
+    pytest does so only for subclasses of ``Exception``; after others it stays half set up.
     """
     try:
         yield
@@ -130,7 +130,7 @@ def undo_failed_set_up(fixture: FixtureDef[Any], request: pytest.FixtureRequest)
 class _Origin:
     device: Device | None
     """The device of the set-up; ``None`` for the machine as it is."""
-    asked: bool = False
+    depends_on_device: bool = False
     """Whether the set-up called torch's functions on CUDA devices, or made process groups."""
 
 
@@ -149,18 +149,18 @@ class FixtureDevices:
         origin = self._origins[fixture] = _Origin(device)
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
 
-        def noticed(question: Callable[[], Any]) -> Any:
-            origin.asked = True
-            return question()
+        def record_call(function: Callable[[], Any]) -> Any:
+            origin.depends_on_device = True
+            return function()
 
         with pytest.MonkeyPatch.context() as patches:
-            for name in _QUESTIONS if cuda else ():
-                patches.setattr(cuda, name, partial(noticed, getattr(cuda, name)))
+            for name in _DEVICE_FUNCTIONS if cuda else ():
+                patches.setattr(cuda, name, partial(record_call, getattr(cuda, name)))
             groups = _process_groups()
             try:
                 yield
             finally:
-                origin.asked |= _process_groups() != groups
+                origin.depends_on_device |= _process_groups() != groups
 
     def forget(self, fixture: FixtureDef[Any]) -> None:
         """Drop a fixture that has been torn down."""
@@ -175,13 +175,13 @@ class FixtureDevices:
             if origin is None or origin.device is device or fixture.cached_result is None:
                 continue
             failed = fixture.cached_result[2] is not None
-            if failed or origin.asked or _depends_on_device(fixture.cached_result[0]):
+            if failed or origin.depends_on_device or _depends_on_device(fixture.cached_result[0]):
                 with origin.device.active() if origin.device else nullcontext():
                     fixture.finish(item._request)  # type: ignore[attr-defined]  # as pytest itself
 
 
 def _process_groups() -> int:
-    """Return the number of process groups, which a simulated machine has for itself."""
+    """Return the number of process groups: each simulated machine has its own."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     return len(c10d._world.pg_map) if c10d else 0
 

@@ -1,13 +1,13 @@
-"""The rules by which tests are admitted, and the cause of a refused allocation: plain numbers.
+"""The rules by which tests are admitted, and the cause of a refused allocation.
 
-There is no clock, database or device here.
+These functions use neither clock, database nor device.
 
-Memory is admitted as Salus does it ("Salus: Fine-Grained GPU Sharing Primitives for Deep Learning
-Applications", MLSys 2020): what workers hold for long, plus what running tests need above it, stays
-below the device's capacity. Order is backfilling that keeps every place (Feitelson and Weil,
-"Utilization and Predictability in Scheduling the IBM SP2 with Backfilling", 1998, call it
-conservative): a test may pass those that wait before it, only where it delays none of them, not
-just the first as in EASY. So while a test waits, an earlier one runs.
+Memory is admitted as in Salus ("Salus: Fine-Grained GPU Sharing Primitives for Deep Learning
+Applications", MLSys 2020): the memory that workers hold permanently, plus the memory that running
+tests need in addition, stays below the device's capacity. The order is conservative backfilling
+(Feitelson and Weil, "Utilization and Predictability in Scheduling the IBM SP2 with Backfilling",
+1998): a test may overtake waiting tests only if it delays none of them, and not just not the first
+as in EASY. So while a test waits, an earlier one runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE = 60.0
 """Seconds of waiting that weigh as much as one step of priority, so that no test starves."""
 
 RESERVED_PER_ALLOCATED = 1.1
-"""The factor on allocated bytes of a limit or baseline that estimates the reserved ones."""
+"""The estimated reserved bytes per allocated byte of a limit or baseline."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Need:
     """Whether nothing else may run on its device."""
     priority: int = 0
     guaranteed: bool = True
-    """``False`` for an opportunistic test: it goes last."""
+    """``False`` for an opportunistic test, which is admitted last."""
     quiet_seconds: float = 0.0
-    """Seconds for which other processes have to leave its bytes free before it is admitted; not 0
-    where it was crowded out and runs alone."""
+    """Seconds for which its bytes have to stay free before it is admitted; not 0 for a crowded-out
+    test, which runs alone."""
     devices: int = 1
-    """The number of devices that it uses, from its worker's own on, each with as many bytes."""
+    """The number of devices that it uses, with equal bytes; the first is its worker's device."""
 
     def on(self, capacity: int) -> int:
         """Return the bytes reserved for it while it runs on a device of ``capacity`` bytes."""
@@ -59,11 +59,11 @@ NEEDS_NO_GPU = Need(0, "no marker")
 
 @dataclass(frozen=True)
 class Place:
-    """A device that workers share; places of one ``name`` take from the same memory."""
+    """A device that workers share; places of the same ``name`` share their memory."""
 
     name: str
     capacity: int
-    """Bytes that tests may have, all together."""
+    """Bytes that all tests together may use."""
     needs: Mapping[str, Need] = field(default_factory=dict)
     """Needs of the tests that use the device, by id."""
     real: bool = False
@@ -79,10 +79,10 @@ class Request:
     """The request of one test; seconds are those of one clock of the host."""
 
     id: int
-    """Ascending in the order in which tests asked."""
+    """Number of the request, ascending in the order of requests."""
     owner: int
     needs: Mapping[str, int]
-    """Bytes by device, above what its worker holds for longer."""
+    """Bytes by device, without those that its worker holds permanently."""
     since: float
     """The time at which it asked, or at which it was admitted if it runs."""
     duration: float | None = None
@@ -125,10 +125,10 @@ Devices = Mapping[str, Budget]
 def admissible(
     waiting: Iterable[Request], running: Iterable[Request], devices: Devices, now: float
 ) -> list[Request]:
-    """Return those of the ``waiting`` that may all run now, in their order.
+    """Return those of the ``waiting`` tests that may all start now, in their order.
 
-    The answer is the same in every process, so every worker can find out for itself whether it is
-    among them. A test that asks for a device missing from ``devices`` waits.
+    The result is the same in every process, so each worker computes whether its test is among them.
+    A test that requests a device missing from ``devices`` waits.
     """
     admitted: list[Request] = []
     blocked: list[Request] = []
@@ -147,10 +147,10 @@ def admissible(
 def must_tear_down(
     waiting: Iterable[Request], running: Iterable[Request], devices: Devices, now: float
 ) -> frozenset[int]:
-    """Return the workers whose fixtures are all that the first test that waits still waits for.
+    """Return the waiting workers whose fixtures keep the first waiting test from starting.
 
-    A worker holds its fixtures while it waits itself, which may be for that test: those that are
-    returned tear them down before they go on to wait.
+    A worker keeps its fixtures while it waits, perhaps for that very test. The returned workers
+    have to tear them down before they continue to wait.
     """
     order = in_order(waiting, now)
     busy, blocked = list(running), list[Request]()
@@ -172,10 +172,10 @@ def must_tear_down(
 def to_yield(
     waiting: Sequence[Request], running: Sequence[Request], devices: Devices, now: float
 ) -> frozenset[int]:
-    """Return the opportunistic tests that run and make room for the first guaranteed one waiting.
+    """Return the running opportunistic tests to stop for the first waiting guaranteed test.
 
-    As few as suffice, the youngest first because they have done least; none where all of them
-    together would not be enough.
+    They are as few as suffice, the latest first because they lose least work; none if all of them
+    together hold too little.
     """
     head = next((one for one in in_order(waiting, now) if one.guaranteed), None)
     if head is None:
@@ -183,7 +183,7 @@ def to_yield(
     owners = {one.owner for one in (*waiting, *running)} - {head.owner}
 
     def has_room(kept: Sequence[Request]) -> bool:
-        # Workers whose test waits or makes room tear their fixtures down.
+        # Workers whose test waits or is stopped tear their fixtures down.
         return _fits(head, kept, _without_fixtures(devices, owners - {one.owner for one in kept}))
 
     kept = list(running)
@@ -228,7 +228,7 @@ def _fits(request: Request, running: Iterable[Request], devices: Devices) -> boo
 
 
 def _can_fit(request: Request, running: Sequence[Request], devices: Devices) -> bool:
-    """Return whether there is room without fixtures, but of its worker and those of ``running``."""
+    """Return whether it fits if all but its own worker and those of ``running`` drop fixtures."""
     kept = {request.owner, *(one.owner for one in running)}
     gone = {owner for one in devices.values() for owner in one.fixtures} - kept
     return _fits(request, running, _without_fixtures(devices, gone))
@@ -254,7 +254,7 @@ def _may_pass(
     while left and not _can_fit(other, left, devices):
         start = _end_of(left.pop(0), now)
     if start == math.inf:
-        # It may be soon, or late: tests that passed it may still run, whatever their duration.
+        # The start of ``other`` is not known: tests that overtook it may run for any time.
         left = [one for one in running if one in left or one.id > other.id]
     if request.duration is not None and now + request.duration <= start < math.inf:
         return True
@@ -264,7 +264,7 @@ def _may_pass(
 
 
 def _end_of(request: Request, now: float) -> float:
-    """Return the expected end of a running test; an overdue one may end at any moment."""
+    """Return the expected end of a running test, for an overdue test the present moment."""
     if request.duration is None:
         return math.inf
     return max(request.since + request.duration, now)

@@ -1,6 +1,6 @@
-"""A file that several processes of one host write, SQLite, and the identity of a process.
+"""A SQLite file that several processes of one host write, and the identity of a process.
 
-That is its PID and start time, since a PID can be reused.
+A process is identified by its PID and start time, because PIDs are reused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 
 FOLDER_VARIABLE = "GPUMEM_SHARE_DIR"
 BUSY = 30.0
-"""Seconds after which a writer that does not get its turn gives up; a transaction takes ms."""
+"""Seconds that a writer waits for the lock; a transaction takes milliseconds."""
 
 
 UNKNOWN_PROCESS = 0
@@ -87,8 +87,7 @@ class Database:
             self._connection = sqlite3.connect(
                 path, timeout=BUSY, isolation_level=None, check_same_thread=False
             )
-            # Entries lost in a crash of the host would be void afterwards anyway: hence the first
-            # one.
+            # Without sync: after a crash of the host its entries are worthless anyway.
             for pragma in ("synchronous = OFF", "journal_mode = WAL", "foreign_keys = ON"):
                 self._connection.execute(f"PRAGMA {pragma}")
             self._connection.executescript(schema)

@@ -1,11 +1,11 @@
-"""The devices that the processes of a host share, real and simulated, and each worker's own.
+"""The devices that the processes of a host share, real and simulated, and each worker's device.
 
-A real device is read by NVML, without a CUDA context. For a simulated one a table replaces the
-driver's account of the bytes that each process holds, one for all simulated devices of one name; as
-on a real device, a process's memory is free once it has ended.
+NVML reports the bytes that each process holds of a real device, without a CUDA context. For
+simulated devices a table contains them, by device name and process; as on a real device, a
+process's memory is free after its end.
 
-All workers of all runs of a user share one table of places, too: each takes the least loaded
-device, in one transaction, and the entries of a process are void once it has ended.
+All workers of all runs of a user also share a table of the devices that workers use: each chooses
+the least loaded device, in one transaction. The entries of ended processes are removed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HostDevice(Protocol):
     name: str
     """The device's name in the ledger: the same in every process of the host."""
     capacity: int
-    """The bytes that tests may have, all together."""
+    """The bytes that all tests together may use."""
 
     def taken(self) -> Mapping[int, int]:
         """Return the bytes that each process holds, by PID."""
@@ -71,25 +71,25 @@ class NvmlDevice:
     def __init__(self, index: int, has_context: Callable[[], bool] = lambda: False) -> None:
         reading = read_device(index)
         if isinstance(reading, NvmlAbsent):
-            raise _blind(reading.reason)
+            raise _nvml_error(reading.reason)
         self.name = reading.uuid
-        # Of what this container may use, all processes together.
+        # The limit is that of all processes of this container together.
         total = min(reading.total, reading.mode.limit or reading.total)
         self.capacity = round(total * (1 - LEFT_FREE))
         self._memory = NvmlMemory(reading.uuid)
         self._has_context = has_context
 
     def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process holds, those of no process as :data:`UNKNOWN_PROCESS`.
+        """Return the bytes that each process holds, unattributed ones as :data:`UNKNOWN_PROCESS`.
 
-        All bytes are such, where NVML's PIDs are those of another PID namespace (host or
-        container): it lists PIDs that do not exist in this one, or omits this process though it
-        uses the device.
+        All bytes are unattributed if NVML's PIDs belong to another PID namespace (host or
+        container): then it lists PIDs that do not exist here, or does not list this process
+        although it uses the device.
         """
         try:
             used, listed = self._memory.read()
         except LookupError as error:
-            raise _blind(str(error)) from error
+            raise _nvml_error(str(error)) from error
         is_missed = self._has_context() and os.getpid() not in listed
         if is_missed or not all(psutil.pid_exists(pid) for pid in listed):
             return {UNKNOWN_PROCESS: used}
@@ -98,12 +98,12 @@ class NvmlDevice:
         return {**known, UNKNOWN_PROCESS: rest} if rest > 0 else known
 
 
-def _blind(reason: str) -> SharingError:
+def _nvml_error(reason: str) -> SharingError:
     return SharingError(f"--gpumem-share needs NVML to see what the GPU holds: {reason}")
 
 
 class SharedSimulatedDevice(Database):
-    """A process's account with the simulated device ``name``, which has ``capacity`` bytes."""
+    """This process's access to the shared memory of the simulated device ``name``."""
 
     def __init__(self, folder: Path, name: str, capacity: int) -> None:
         super().__init__(folder / SIMULATED_FILE, _SIMULATED_SCHEMA)
@@ -114,33 +114,35 @@ class SharedSimulatedDevice(Database):
             self.execute("INSERT OR REPLACE INTO device VALUES (?, ?)", (name, capacity))
 
     def take(self, size: int) -> bool:
-        """Take ``size`` bytes; return False and take nothing if the device has no room for them."""
+        """Reserve ``size`` bytes; return False, and reserve nothing, if the device has too few."""
         with self.transaction():
-            if sum(self._living().values()) + size > self.capacity:
+            if sum(self._held_by_living().values()) + size > self.capacity:
                 return False
             self._add(size)
             return True
 
     def give(self, size: int) -> None:
-        """Give ``size`` bytes back."""
+        """Release ``size`` bytes."""
         with self.transaction():
             self._add(-size)
 
     def give_all(self) -> None:
-        """Give back everything that this process has taken."""
+        """Release everything that this process has reserved."""
         with self.transaction():
             self._forget(self._process)
 
     def others(self) -> Mapping[int, int]:
-        """Return the bytes that each other process has taken, by PID."""
+        """Return the bytes that each other process has reserved, by PID."""
         return {pid: taken for pid, taken in self.taken().items() if pid != self._process.pid}
 
     def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process has taken, by PID."""
+        """Return the bytes that each process has reserved, by PID."""
         with self.transaction():
-            return {process.pid: taken for process, taken in self._living().items() if taken}
+            return {
+                process.pid: taken for process, taken in self._held_by_living().items() if taken
+            }
 
-    def _living(self) -> dict[Process, int]:
+    def _held_by_living(self) -> dict[Process, int]:
         rows = self.execute("SELECT pid, started, bytes FROM taken WHERE device = ?", (self.name,))
         found = {Process(pid, started): taken for pid, started, taken in rows.fetchall()}
         for process in list(found):
@@ -173,7 +175,7 @@ def simulated_devices(folder: Path) -> list[SharedSimulatedDevice]:
 
 @dataclass(frozen=True)
 class CandidateDevice:
-    """A device that a worker may get; bytes."""
+    """A device that a worker may be assigned to; sizes in bytes."""
 
     name: str
     """The device's name in the ledger."""
@@ -181,7 +183,7 @@ class CandidateDevice:
     taken: Mapping[int, int] = field(default_factory=dict)
     """Bytes by process, as the driver reports them."""
     most_workers: int | None = None
-    """The number of workers it is meant for, one for a MIG instance; ``None`` for any number."""
+    """The most workers that should use it, one for a MIG instance; ``None`` for no limit."""
     strict: bool = False
     """Whether further workers cannot use it: in exclusive-process mode."""
 
@@ -195,10 +197,10 @@ class CandidateDevice:
 def least_loaded(
     candidates: Sequence[CandidateDevice], placed: Mapping[str, Sequence[Process]]
 ) -> int | None:
-    """Return the position of the device that a worker should get, ``None`` where all are full.
+    """Return the position of the device that a worker should use, ``None`` if all are full.
 
-    Devices with all the workers that they are meant for come last; else the one with the most
-    memory for each of its workers, and of equal ones the first.
+    That is the device with most memory per worker, and of equal ones the first. Devices that have
+    as many workers as they should come last.
     """
     found = []
     for position, candidate in enumerate(candidates):
@@ -213,10 +215,10 @@ def least_loaded(
 def take_place(
     folder: Path, candidates: Sequence[CandidateDevice], process: Process | None = None
 ) -> int:
-    """Return the position of the device that this process gets, the same at every call.
+    """Return the position of the device that this process uses, the same at every call.
 
-    Where no device takes another process, it is the first. Raises ``SharingError`` where the table
-    in ``folder`` cannot be used.
+    It is the first if no device accepts another process. Raises ``SharingError`` if the table in
+    ``folder`` cannot be used.
     """
     if len(candidates) < 2:
         return 0

@@ -29,7 +29,7 @@ class Admission:
     waited: float
     """Seconds."""
     waited_for: str
-    """The holders of the memory when the test was last seen waiting; empty if it did not wait."""
+    """The holders of the memory when the test last waited; empty if it did not wait."""
     alone: bool
     """Whether nothing else runs on its devices."""
     granted: float = field(default_factory=time.time)
@@ -72,13 +72,13 @@ class Gate:
 
     @contextmanager
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
-        """Run the test inside once there is memory; raises ``SharingError`` where none comes."""
+        """Run the test inside once there is memory; raises ``SharingError`` after a time limit."""
         needs = self._above_held(need)
         test = self.ledger.ask(self.worker, nodeid, needs, need)
         try:
             yield self._waited(test, nodeid, need, needs)
         finally:
-            # Without the ledger there is nothing to update; the test's result stands.
+            # The ledger is gone; the test's result is valid all the same.
             with suppress(SharingError):
                 self.declare()
             with suppress(SharingError):
@@ -105,7 +105,7 @@ class Gate:
                 alone = not any(one.needs.keys() & needs.keys() for one in answer.state.running)
                 return Admission(nodeid, test, need, waited, holders, alone)
             if answer.must_tear_down and not is_torn_down:
-                # Only once: what is left after that is a leak, which no teardown frees.
+                # Only once: memory that remains after that is a leak, which no teardown frees.
                 is_torn_down = True
                 self.tear_down_fixtures()
                 self.declare()
@@ -121,7 +121,7 @@ class Gate:
             pause = min(pause * 2, LONGEST_PAUSE)
 
     def view(self) -> dict[str, Budget]:
-        """Return the memory of each device, and what other processes hold of it."""
+        """Return the memory of each device, and the part of it that other processes hold."""
         return {
             each.name: Budget(each.capacity, foreign=sum(self._held_by_others(each).values()))
             for each in self.devices
@@ -139,13 +139,13 @@ class Gate:
     def _held_by_others(self, device: HostDevice) -> dict[int, int]:
         """Return the bytes of ``device`` by process, without workers and their descendants.
 
-        Of those that the driver assigns to no process, only as many as no worker may hold.
+        Unattributed bytes are counted only if they are more than workers may hold.
         """
         workers = {process.pid for process in self.ledger.owners().values()}
         taken = device.taken()
         if taken.get(UNKNOWN_PROCESS):
             state = self.ledger.state({device.name: Budget(device.capacity)})
-            taken = without_hidden(taken, claims_of(state, device.name, self.ledger.owners()))
+            taken = without_claimed(taken, claims_of(state, device.name, self.ledger.owners()))
         return {
             pid: size
             for pid, size in taken.items()
@@ -168,10 +168,10 @@ class Gate:
         return ", ".join(parts) or "no process holds memory; earlier tests in the queue wait too"
 
     def _above_held(self, need: Need) -> dict[str, int]:
-        """Return the bytes of each device that the test takes beyond what its worker holds anyway.
+        """Return the bytes of each device that the test needs beyond those its worker holds.
 
-        The same for each, since limits and baselines apply to each. A test of unknown need has all
-        devices to itself.
+        The need is the same on each device, because limits and baselines apply to each. A test of
+        unknown need gets whole devices.
         """
         if need.bytes is None:
             return {device.name: 0 for device in self.devices}
@@ -192,11 +192,11 @@ def _amount(need: Need) -> str:
     return "a device alone" if need.bytes is None else format_size(need.bytes)
 
 
-def without_hidden(taken: Mapping[int, int], claims: Mapping[int, int]) -> dict[int, int]:
-    """Return ``taken`` without unassigned bytes that may be the workers'.
+def without_claimed(taken: Mapping[int, int], claims: Mapping[int, int]) -> dict[int, int]:
+    """Return ``taken`` without unattributed bytes that workers may hold.
 
-    ``taken`` are bytes by process, from the driver; ``claims`` those that each worker may hold, by
-    its own account. Workers that the driver does not list may hold as many unassigned ones.
+    ``taken`` are bytes by process, from the driver; ``claims`` are those that each worker may hold,
+    by the ledger. Claims of workers that the driver does not list are subtracted.
     """
     hidden = sum(claim for pid, claim in claims.items() if not taken.get(pid))
     return {**taken, UNKNOWN_PROCESS: max(taken.get(UNKNOWN_PROCESS, 0) - hidden, 0)}

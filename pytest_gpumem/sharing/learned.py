@@ -1,9 +1,8 @@
 """Durations and reserved bytes of tests, learned from earlier runs.
 
-A JSON file in pytest's cache. A device that two tests share computes for both, so a test that ran
-beside another has no usable duration (Prophet, "Precise QoS Prediction on Non-Preemptive
-Accelerators to Improve Utilization in Warehouse-Scale Computers", ASPLOS 2017): such durations are
-not stored. Memory is the test's own in either case.
+A JSON file in pytest's cache. A test that ran beside another on the same device was slowed down
+(Prophet, "Precise QoS Prediction on Non-Preemptive Accelerators to Improve Utilization in
+Warehouse-Scale Computers", ASPLOS 2017), so its duration is not stored. Its memory is.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 FILE_NAME = "learned.json"
 
 IN_SHARDS = "learned-in-shards.json"
-"""Costs from runs of one shard of the suite. Shards are cut only by the other file: a machine
-that starts late has to cut as the earlier ones did, though it may see their costs."""
+"""File of costs from runs of a shard. Shards are computed only from the other file: a machine that
+starts late must compute the same shards, although it may see the costs of earlier machines."""
 
 SCHEMA_VERSION = 1
 
@@ -32,7 +31,7 @@ NO_DEVICE = ""
 """Placeholder of the environment, for tests that use no GPU."""
 
 PATIENCE = 10.0
-"""Seconds to wait for another run that writes; costs not written are learned again."""
+"""Seconds to wait while another run writes; costs not written are learned again."""
 
 INPUT = "gpumem_learned"
 """Key of a pytest-xdist worker's input: the data of earlier runs."""
@@ -48,17 +47,17 @@ class TestCost(Plain):
     __test__: ClassVar[bool] = False  # pytest would take the name for a test class
 
     seconds: float | None = field(default=None, metadata=OMITTED)
-    """Set-up, call and teardown, with nothing else on its device."""
+    """Seconds of set-up, call and teardown, from a run alone on its device."""
     reserved: int | None = field(default=None, metadata=OMITTED)
     """Peak reserved bytes on its device."""
     predicted: int | None = field(default=None, metadata=OMITTED)
     """Peak reserved bytes by simulation; 0 where the test cannot be simulated."""
     devices: int = field(default=1, metadata=OMITTED)
-    """The number of devices that it uses, counted from its worker's own."""
+    """The number of devices that it uses, beginning with its worker's device."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TestCost:
-        """Rebuild what :meth:`to_dict` returned; values that are no numbers are left out."""
+        """Return the cost from :meth:`to_dict`'s form; values that are no numbers are left out."""
         numbers: dict[str, Any] = {one.name: data.get(one.name) for one in fields(cls)}
         given: dict[str, Any] = {
             name: value
@@ -87,7 +86,7 @@ class Learned:
         return self._costs.get(key, {}).get(nodeid, TestCost())
 
     def anywhere(self, nodeid: str) -> TestCost:
-        """Return the most that a test took in any environment."""
+        """Return the largest cost of a test in any environment."""
         found = [tests[nodeid] for tests in self._costs.values() if nodeid in tests]
         return TestCost(
             seconds=max((one.seconds for one in found if one.seconds is not None), default=None),
@@ -116,7 +115,7 @@ class Learned:
 
     @classmethod
     def from_dict(cls, data: Any) -> Learned:
-        """Rebuild what :meth:`to_dict` returned; malformed data are left out."""
+        """Return the costs from :meth:`to_dict`'s form; malformed data are left out."""
         learned = cls()
         for key, tests in data.items() if isinstance(data, dict) else ():
             for nodeid, cost in tests.items() if isinstance(tests, dict) else ():
@@ -168,7 +167,7 @@ def learned_of_whole_runs(config: pytest.Config) -> Learned:
 
 
 def keep(config: pytest.Config, learned: Learned, *, in_shard: bool) -> str | None:
-    """Keep ``learned`` for later runs; return the sentence on the reason why it was not kept."""
+    """Store ``learned`` for later runs; return a sentence if that failed."""
     try:
         if learned and (folder := _cache_folder(config)) is not None:
             add_learned(folder, learned, IN_SHARDS if in_shard else FILE_NAME)

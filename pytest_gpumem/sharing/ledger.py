@@ -1,8 +1,8 @@
-"""The ledger of a host: GPU memory that a user's runs hold, wait for and have had.
+"""The ledger of a host: GPU memory that a user's runs hold, wait for and have held.
 
-A SQLite database, written by several processes, in one folder of the host. Its entries live as long
-as their processes, except for a log of the last day. Entries of a killed process are void: the next
-process that reads the ledger removes them.
+A SQLite database, written by several processes, in one folder of the host. Its entries are valid as
+long as their processes live, except for a log of the last day. The next process that reads the
+ledger removes the entries of a killed process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pytest_gpumem.sharing.admission import NEEDS_NO_GPU, Budget, Need, Request
 from pytest_gpumem.sharing.database import Database, Process, is_alive, this_process
 
 FILE_NAME = "ledger-2.sqlite3"
-"""Another name for other tables: several releases may share a folder."""
+"""File name, changed with the tables: several releases may share a folder."""
 SECONDS_KEPT = 86_400.0
 """Seconds for which log entries are kept."""
 
@@ -49,7 +49,7 @@ CREATE INDEX IF NOT EXISTS stay_time ON stay (time);
 
 
 class Stay(NamedTuple):
-    """A test's stay on one device; seconds of the host's clock, and bytes."""
+    """One test's use of one device; seconds of the host's clock, and bytes."""
 
     run: str
     worker: str
@@ -76,13 +76,13 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer to a test's request."""
+    """The decision on a test's request."""
 
     granted: bool
     must_tear_down: bool
-    """Whether its worker has to tear its fixtures down before it waits on."""
+    """Whether its worker has to tear its fixtures down before it continues to wait."""
     state: State
-    """The state from which the answer was found."""
+    """The state on which the decision is based."""
 
 
 class Ledger(Database):
@@ -92,22 +92,22 @@ class Ledger(Database):
         super().__init__(folder / FILE_NAME, _SCHEMA)
         self._clock = clock
         self._own: Process | None = None
-        """This process, once it has joined; it need not be looked up."""
+        """This process, after it has joined, so that it need not be looked up."""
 
     def join(self, run: str, name: str, process: Process | None = None) -> int:
         """Enter a worker, which is this process unless another is given; return its number."""
         if process is None:
             process = self._own = this_process()
         with self.transaction():
-            self._void_dead()
+            self._remove_dead()
             for table in ("stay", "suspect"):
                 self.execute(f"DELETE FROM {table} WHERE time < ?", (self._clock() - SECONDS_KEPT,))
             return self._insert("worker (pid, started, run, name)", *process, run, name)
 
     def leave(self, worker: int) -> None:
-        """Remove a worker, with all that it holds and waits for."""
+        """Remove a worker, with its memory and its waiting test."""
         with self.transaction():
-            self._take_out(worker)
+            self._remove(worker)
 
     def hold(self, worker: int, device: str, *, context: int, fixtures: int) -> None:
         """Enter the bytes that ``worker`` holds of ``device`` between its tests."""
@@ -120,9 +120,9 @@ class Ledger(Database):
     def ask(
         self, worker: int, nodeid: str, needs: Mapping[str, int], need: Need = NEEDS_NO_GPU
     ) -> int:
-        """Put a test into the queue; return the number under which it waits.
+        """Put a test into the queue; return its number there.
 
-        ``needs`` are its bytes by device, above what its worker holds anyway.
+        ``needs`` are its bytes by device, without those that its worker holds anyway.
         """
         exclusive = need.exclusive or need.bytes is None
         conditions = need.duration, exclusive, need.priority, need.guaranteed
@@ -138,15 +138,15 @@ class Ledger(Database):
             self.execute("UPDATE test SET needs = ? WHERE id = ?", (json.dumps(dict(needs)), test))
 
     def try_grant(self, test: int, devices: Mapping[str, Budget]) -> Decision:
-        """Grant ``test`` its memory if it may run now on ``devices``, which hold no workers yet."""
+        """Grant ``test`` its memory if it may run now; ``devices`` are without workers' memory."""
         with self.transaction():
-            answer = self._answer(test, devices)
-            # Looking up dead processes costs more than the rest, and can only make more room.
-            if not answer.granted and self._void_dead():
-                answer = self._answer(test, devices)
-            return answer
+            decision = self._decide(test, devices)
+            # Looking for dead processes is slow, and only needed if there is too little memory.
+            if not decision.granted and self._remove_dead():
+                decision = self._decide(test, devices)
+            return decision
 
-    def _answer(self, test: int, devices: Mapping[str, Budget]) -> Decision:
+    def _decide(self, test: int, devices: Mapping[str, Budget]) -> Decision:
         state = self._state(devices)
         now = self._clock()
         known = state.waiting, state.running, state.devices, now
@@ -173,7 +173,7 @@ class Ledger(Database):
             return stays
 
     def neighbours(self, worker: int) -> int | None:
-        """Return how many other tests have used the devices of ``worker``'s running test."""
+        """Return how many other tests have used its devices since ``worker``'s test began."""
         with self.transaction():
             running = self._requests(runs=True)
             own = next((one for one in running if one.owner == worker), None)
@@ -190,11 +190,11 @@ class Ledger(Database):
     def state(self, devices: Mapping[str, Budget]) -> State:
         """Return the tests that hold memory and those that wait for it now."""
         with self.transaction():
-            self._void_dead()
+            self._remove_dead()
             return self._state(devices)
 
     def suspect(self, run: str, nodeid: str) -> None:
-        """Record a test of ``run`` that was on a device when it failed, and may be the cause."""
+        """Record a test of ``run`` that was on a device when that failed: a possible cause."""
         with self.transaction():
             row = (run, nodeid, self._clock())
             self.execute("INSERT OR IGNORE INTO suspect VALUES (?, ?, ?)", row)
@@ -213,15 +213,15 @@ class Ledger(Database):
         """Return the stays of tests that have ended, in the order of their ends."""
         return [Stay(*row) for row in self.execute("SELECT * FROM stay ORDER BY rowid")]
 
-    def _void_dead(self) -> bool:
+    def _remove_dead(self) -> bool:
         """Remove the workers whose process has ended; return whether there were any."""
         owners = self.owners().items()
         dead = [worker for worker, one in owners if one != self._own and not is_alive(one)]
         for worker in dead:
-            self._take_out(worker)
+            self._remove(worker)
         return bool(dead)
 
-    def _take_out(self, worker: int) -> None:
+    def _remove(self, worker: int) -> None:
         self._log(one for one in self._requests(runs=True) if one.owner == worker)
         self.execute("DELETE FROM worker WHERE id = ?", (worker,))
 

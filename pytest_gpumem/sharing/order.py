@@ -1,8 +1,8 @@
-"""The choice of a worker's next test: the one that fills the device best beside other workers'.
+"""The choice of a worker's next test: the one that best fills the device beside other workers.
 
-The gate in each worker decides when a test runs; the order only brings tests that can run beside
-each other to the workers at the same time. pytest-xdist sends a worker its next test while it still
-runs the one before, so every choice is made one test ahead.
+The gate in each worker decides when a test runs; the order only sends tests that can run at the
+same time to the workers. pytest-xdist sends a worker its next test while the worker runs another
+one, so every choice is made one test ahead.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pytest_gpumem.sharing.admission import NEEDS_NO_GPU, Need, Place
 
 
 def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) -> int:
-    """Return the position in ``pending`` of the test to run beside ``beside``.
+    """Return the position in ``pending`` of the test to run beside the tests ``beside``.
 
-    Of the tests that fit, the one of highest priority; of these guaranteed ones first, then the
-    largest bytes x seconds. Where none fits, the smallest of the first of these.
+    Of the tests that fit, those of highest priority come first, of these guaranteed ones, of these
+    the largest bytes x seconds. If none fits, the smallest of the first such group.
     """
     taken = sum(test.on(capacity) for test in beside)
 
@@ -39,8 +39,8 @@ def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) ->
 class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pytest-xdist
     """pytest-xdist's ``load`` in the order of :func:`next_test`.
 
-    ``place_of`` returns the place of a worker by its id; it is called after collection. Tests that
-    use a GPU go to workers that have a real one, if any has.
+    ``place_of`` returns the device of a worker by the worker's id; it is called after collection.
+    Tests that use a GPU go to workers with a real one, if there are any.
     """
 
     def __init__(self, config: pytest.Config, log: Any, place_of: Callable[[str], Place]) -> None:
@@ -76,7 +76,7 @@ class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pyte
         return place.needs.get(self.collection[index], NEEDS_NO_GPU)
 
     def _may_run(self, index: int, place: Place) -> bool:
-        """Return whether the test may run there: on a real device, if any worker has one."""
+        """Return whether the test may run on ``place``: a real device, if any worker has one."""
         assert self.collection is not None
         nodeid = self.collection[index]
         places = map(self._place, self.nodes)

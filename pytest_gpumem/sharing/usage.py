@@ -1,4 +1,4 @@
-"""The use of shared devices by a run's tests: durations, memory and quality of the order."""
+"""The use of shared devices by a run's tests: durations, memory, and how good their order was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BARS = "▁▂▃▄▅▆▇█"
 REPORTED_FROM = 0.5
 """Seconds of waiting for memory from which on they are reported."""
 COLUMNS = 60
-"""Characters of the picture of a device's use over time."""
+"""Width of the bar chart of a device's use over time."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class RunUsage:
         }
 
     def picture(self, columns: int = COLUMNS) -> str:
-        """Return the mean use in ``columns`` equal parts of the time, a bar for each."""
+        """Return a bar chart of the mean use in ``columns`` equal parts of the time."""
         times, levels = self._levels()
         width = self.makespan / columns or 1.0
         bars = ""

@@ -1,6 +1,6 @@
-"""The state of pytest runs for ``gpumem gpus --watch``: each one's test, and the last one's peak.
+"""The state of pytest runs for ``gpumem gpus --watch``: the running test, and the last test's peak.
 
-A run writes it only while a watcher exists; checking costs one look at a folder per test.
+A run writes it only while a watcher exists, for which it checks a folder once per test.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WatchedProcess(Plain):
 
 
 def is_watched(folder: Path) -> bool:
-    """Return whether a watcher looks at the runs that use ``folder``."""
+    """Return whether ``gpumem gpus --watch`` shows the runs that use ``folder``."""
     try:
         return any((folder / WATCHERS).iterdir())
     except OSError:
@@ -74,7 +74,7 @@ def runs(folder: Path) -> list[WatchedProcess]:
         try:
             run = WatchedProcess.from_file(path)
         except (OSError, ValueError, TypeError, KeyError):
-            continue  # removed since, or not ours
+            continue  # removed by now, or another file
         if is_alive(run.process):
             found.append(run)
         else:

@@ -1,8 +1,8 @@
-"""Durations and memory of tests, by which a suite is cut into shards of about the same of both.
+"""Durations and memory of tests, by which a suite is cut into shards of about equal run time.
 
-They are read from a report, a plan of ``gpumem plan`` or pytest-split's file. pytest-split uses
-durations only, and its parts are of equal time; machines that share a GPU between workers take as
-long as the larger of two things, all seconds and all seconds times bytes.
+They are read from a report, a plan of ``gpumem plan`` or pytest-split's file. pytest-split makes
+parts of equal duration. On a machine whose workers share a GPU, the run time depends on the sum of
+seconds or on the sum of seconds times bytes, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Shard(Plain):
 
     runner: str
     memory: int
-    """Bytes that a test can have on it."""
+    """Bytes that a test can use on it."""
     price: float
     """Price of an hour."""
     tests: tuple[str, ...]
@@ -61,15 +61,15 @@ def read_weights(path: Path) -> Weights:
             f"{path} cannot be read: {error.strerror or error}; check the path"
         ) from error
     except ValueError as error:  # a path with a NUL is one, too
-        raise _foreign(path, str(error)) from error
+        raise _unreadable(path, str(error)) from error
     if isinstance(data, dict) and "matrix" in data:
-        return _of_plan(path, data)
+        return _weights_of_plan(path, data)
     if isinstance(data, dict) and "schema_version" in data:
-        return _of_report(path)
-    return Weights(seconds=_of_pytest_split(path, data))
+        return _weights_of_report(path)
+    return Weights(seconds=_seconds_of_pytest_split(path, data))
 
 
-def _of_report(path: Path) -> Weights:
+def _weights_of_report(path: Path) -> Weights:
     from pytest_gpumem.report.json_report import ReportError, read_report
 
     try:
@@ -90,32 +90,32 @@ def _of_report(path: Path) -> Weights:
     )
 
 
-def _of_plan(path: Path, data: Mapping[str, Any]) -> Weights:
+def _weights_of_plan(path: Path, data: Mapping[str, Any]) -> Weights:
     if data.get("schema_version") != PLAN_VERSION:
         raise WeightsError(
             f"{path} has schema_version {data.get('schema_version')!r} and this pytest-gpumem "
             f"reads plans of {PLAN_VERSION}; write it anew with gpumem plan --output"
         )
     try:
-        # A plan tells more about its shards, and about itself.
+        # A plan has further fields, which are not read here.
         shards = [{one.name: shard[one.name] for one in fields(Shard)} for shard in data["shards"]]
         known = {"seconds": data["seconds"], "bytes": data["bytes"], "shards": shards}
         return Weights.from_dict(known)
     except (KeyError, TypeError) as error:
-        raise _foreign(path, f"{error} is missing or wrong") from error
+        raise _unreadable(path, f"{error} is missing or wrong") from error
 
 
-def _of_pytest_split(path: Path, data: Any) -> dict[str, float]:
+def _seconds_of_pytest_split(path: Path, data: Any) -> dict[str, float]:
     try:
         found = {str(nodeid): float(seconds) for nodeid, seconds in dict(data).items()}
     except (TypeError, ValueError) as error:
-        raise _foreign(path, "no seconds by test id") from error
+        raise _unreadable(path, "no seconds by test id") from error
     if any(not 0 <= seconds < math.inf for seconds in found.values()):
-        raise _foreign(path, "a duration that is none")
+        raise _unreadable(path, "a duration that is none")
     return found
 
 
-def _foreign(path: Path, problem: str) -> WeightsError:
+def _unreadable(path: Path, problem: str) -> WeightsError:
     return WeightsError(
         f"{path} does not say what tests take: {problem}; give a file of "
         "--gpumem-report json:PATH, of gpumem plan --output or of pytest-split"
@@ -128,7 +128,7 @@ class Weight:
 
     name: str
     seconds: float | None = None
-    """``None`` if unknown: then the mean of the others."""
+    """``None`` if unknown: then the mean of the known ones counts."""
     bytes: int | None = None
     """Bytes of the device; ``None`` likewise."""
 
@@ -136,10 +136,10 @@ class Weight:
 def split(tests: Collection[Weight], count: int) -> list[list[str]]:
     """Return the names of ``tests`` in ``count`` parts, each in exactly one of them.
 
-    The heaviest first, each to the part that has least so far (R. L. Graham, "Bounds on
-    Multiprocessing Timing Anomalies", 1969), of seconds or of seconds times bytes, whichever counts
-    more. Depends on nothing but names and weights: every machine that has the same ones finds the
-    same parts, in whatever order the tests came.
+    The heaviest tests are assigned first, each to the part that has least so far (R. L. Graham,
+    "Bounds on Multiprocessing Timing Anomalies", 1969): least seconds or seconds times bytes,
+    whichever is the larger share. The result depends only on names and weights, and not on the
+    order of tests, so that every machine computes the same parts.
     """
     tests = sorted(tests, key=lambda test: test.name)  # sums of floats depend on their order
     seconds = _filled([test.seconds for test in tests], unknown=1.0)

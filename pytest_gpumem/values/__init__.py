@@ -1,1 +1,1 @@
-"""Frozen values that rooms hand to each other; this room uses no other one."""
+"""Frozen values that the other packages exchange; this package imports none of them."""

@@ -29,11 +29,11 @@ def alloc_conf_variable(version: tuple[int, int]) -> str:
 
 
 _PLAIN_SETTINGS = re.compile(r"[a-z_]+:[A-Za-z0-9_.]+(,[a-z_]+:[A-Za-z0-9_.]+)*")
-"""Settings that name a folder as they are, but for the colon, which Windows does not have."""
+"""Settings that are part of a folder's name unchanged, except for the colon (Windows)."""
 _MOST_SETTINGS = 100
 """Characters of settings in the name of a folder."""
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_.]{1,40}")
-"""The words of other plugins that name a folder as they are; others are hashes."""
+"""Other plugins' words that are part of a folder's name unchanged; others are hashed."""
 
 
 def _hash(text: str) -> str:
@@ -63,7 +63,7 @@ class Environment(Plain):
     partition: str = ""
     """MIG profile, MPS, vGPU or exclusive mode, HAMi, cGPU or cgroup; empty for a whole device."""
     ranks: str = field(default="", metadata=OMITTED)
-    """Which of several ranks it is, as ``rank 3 of 8``; empty for a process of its own."""
+    """The rank among several, as ``rank 3 of 8``; empty for a single process."""
     dry: bool = field(default=False, metadata=OMITTED)
     """Whether torch's own CUDA code ran without a GPU, over a runtime whose kernels do nothing."""
     extra: tuple[tuple[str, str], ...] = field(default=(), metadata=OMITTED)
@@ -94,11 +94,11 @@ class Environment(Plain):
 
     @property
     def kind(self) -> str:
-        """The word that precedes the GPU's name wherever a number of it is shown."""
+        """The word before the GPU's name wherever its numbers are shown."""
         return "simulated " if self.simulated else "dry " if self.dry else ""
 
     def _settings(self) -> Iterator[str]:
-        """Yield the settings as parts of a folder's name, or a hash where it cannot hold them."""
+        """Yield the settings as parts of a folder's name, hashed if a name cannot contain them."""
         conf, config = self.alloc_conf, self.cublas_workspace_config
         plain = not conf or _PLAIN_SETTINGS.fullmatch(conf)
         plain = plain and (not config or re.fullmatch(r"(:\d+)+", config))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 class SimulationError(BaseException):
-    """Base of everything that stops a simulated run; its text is one sentence for the user.
+    """Base of errors that stop a simulated run; its text is one sentence for the user.
 
-    Like pytest's own outcomes not an ``Exception``: code under test that catches those must not
+    Like pytest's outcomes it is no ``Exception``: code under test that catches exceptions must not
     continue as if it had read a value.
     """
 
@@ -20,7 +20,7 @@ class UnsupportedOperatorError(SimulationError):
 
 
 class UndescribedKernelError(UnsupportedOperatorError):
-    """A library's own kernel, called without a description of it; ``kernel`` is its name."""
+    """A call of a library's kernel that has no description; ``kernel`` is its name."""
 
     def __init__(self, sentence: str, kernel: str) -> None:
         super().__init__(sentence)
@@ -31,9 +31,9 @@ class UndescribedKernelError(UnsupportedOperatorError):
 
 
 class UnsupportedModuleError(UnsupportedOperatorError, ModuleNotFoundError):
-    """An import from a library that is not installed, of a part that its stand-in does not have.
+    """An import of a part that the stand-in for a missing library does not have.
 
-    Code that can do without the library catches it as the error of a missing module.
+    Code with a fallback for the missing library catches it as ``ModuleNotFoundError``.
     """
 
 
@@ -42,4 +42,4 @@ class HostMemoryError(SimulationError):
 
 
 class WorkLimitError(SimulationError):
-    """Computing real values takes longer than it may."""
+    """Computing real values takes longer than the limit."""

@@ -17,7 +17,7 @@ class Prediction(Plain):
     gpu: str
     total_memory: int
     fits: bool
-    """Whether it ran to its end in that memory, not counting the CUDA context."""
+    """Whether it ran to its end in the device's memory, not counting the CUDA context."""
     peak_allocated: int
     """The peak; where the program does not fit, that of a run with unlimited memory."""
     peak_reserved: int
@@ -25,12 +25,12 @@ class Prediction(Plain):
     """Peak allocated by phase."""
     notes: tuple[str, ...] = ()
     ranks: str = field(default="", metadata=OMITTED)
-    """The rank and their number, as ``rank 0 of 8``; empty for a process of its own."""
+    """The rank and the number of ranks, as ``rank 0 of 8``; empty for a single process."""
     code: str = field(default="", metadata=OMITTED)
     """``eager`` or ``compiled``, where both are predicted."""
     sites: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """Bytes by source line at the peak of each phase, and under an empty name at the peak of all,
-    in the JSON form of :class:`~pytest_gpumem.attribution.composition.Site`; where both are."""
+    """Bytes by source line at the peak of each phase, and of the whole run under an empty name, in
+    the JSON form of :class:`~pytest_gpumem.attribution.composition.Site`; only with ``code``."""
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class Prediction(Plain):
 
 @dataclass(frozen=True)
 class PredictedTest:
-    """The memory that a test took on the simulated device of the real one's model."""
+    """The memory that a test used on a simulated device of the real device's model."""
 
     gpu: str
     measurement: Measurement | None

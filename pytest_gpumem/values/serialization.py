@@ -15,13 +15,13 @@ T = TypeVar("T", bound="Plain")
 _Convert = Callable[[Any], Any]
 
 OMITTED = {"omitted": True}
-"""Metadata of a field that is not written where it has its default."""
+"""Metadata of a field that is not written if it has its default value."""
 
 KEY = {"key": True}
-"""Metadata of a field that is not written, because it is the key that its value stands under."""
+"""Metadata of a field that is not written, because it is the key of its object in a mapping."""
 
 _NEVER = object()
-"""A default that no value has."""
+"""A default that equals no value."""
 
 
 class Plain:
@@ -38,7 +38,7 @@ class Plain:
 
     @classmethod
     def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
-        """Rebuild what :meth:`to_dict` returned."""
+        """Return the object from :meth:`to_dict`'s form."""
         values = dict(data)
         for name, read in _read(cast("Hashable", cls)):
             if name in values:
@@ -46,12 +46,12 @@ class Plain:
         return cls(**values)
 
     def to_file(self, path: Path) -> None:
-        """Write it to a file of JSON, for :meth:`from_file`."""
+        """Write the JSON form to ``path``, for :meth:`from_file`."""
         path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
 
     @classmethod
     def from_file(cls: type[T], path: Path) -> T:
-        """Return what :meth:`to_file` wrote."""
+        """Return the object that :meth:`to_file` wrote."""
         return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -78,7 +78,7 @@ def _read(cls: Any) -> list[tuple[str, _Convert]]:
 
 
 def _conversions(hint: Any) -> tuple[_Convert | None, _Convert | None]:
-    """Return how a value of type ``hint`` is written and read, ``None`` for as it is."""
+    """Return functions that write and read a value of type ``hint``, ``None`` if unchanged."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType) and NoneType in args:
         write, read = _conversions(Union[tuple(arg for arg in args if arg is not NoneType)])  # noqa: UP007

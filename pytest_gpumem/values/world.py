@@ -11,7 +11,7 @@ from pytest_gpumem.marker import MOST_RANKS, is_int
 from pytest_gpumem.quoting import quoted
 
 MOST_LOCAL = 8
-"""The most ranks in a machine whose number of GPUs is not given: an HGX board's."""
+"""The most ranks in a machine whose number of GPUs is not given: the GPUs of an HGX board."""
 
 NCCL_TIMEOUT = timedelta(minutes=10)
 """kProcessGroupNCCLDefaultTimeout of ProcessGroupNCCL.hpp."""
@@ -21,7 +21,7 @@ _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Source: torch/distributed/rendezvous.py (``_env_rendezvous_handler``).
 """
 _SIMULATED = "simulated"
-"""The ``TORCHELASTIC_RUN_ID`` of a simulated rank, which is the only one in its process."""
+"""The ``TORCHELASTIC_RUN_ID`` of a simulated rank, which runs without the other ranks."""
 
 
 class WorldError(ValueError):
@@ -30,7 +30,7 @@ class WorldError(ValueError):
 
 @dataclass(frozen=True)
 class World:
-    """A rank and its position among all; each rank has a GPU of its own."""
+    """A rank and its position among all ranks; each rank has its own GPU."""
 
     size: int
     """The number of ranks, ``WORLD_SIZE``."""
@@ -77,7 +77,7 @@ class RequestedRank(NamedTuple):
     size: int
     rank: int
     is_worst: bool = False
-    """Whether it is one of several, of which the one with the highest peak is judged."""
+    """Whether all ranks run and the one with the highest peak is judged."""
     per_machine: int | None = None
     """The number of ranks in a machine, where torchrun gives it."""
 
@@ -89,10 +89,10 @@ class RequestedRank(NamedTuple):
 
 
 def world_of_process(variables: Mapping[str, str]) -> World | None:
-    """Return the rank that this process was started as; ``None`` for a process of its own.
+    """Return the rank that this process was started as; ``None`` for a single process.
 
-    The ``variables`` of its environment are read, as torchrun sets them, but not a simulated
-    rank's; a single rank is a process of its own. Raises :class:`WorldError`.
+    It is read from the ``variables`` that torchrun sets; those of a simulated rank or of a single
+    rank give ``None``. Raises :class:`WorldError`.
     """
     if any(name not in variables for name in _STARTED):
         return None
@@ -102,21 +102,21 @@ def world_of_process(variables: Mapping[str, str]) -> World | None:
     if size == 1:
         return None
     local = _number("LOCAL_WORLD_SIZE", variables.get("LOCAL_WORLD_SIZE", "0"))
-    # Where machines have unequal numbers of ranks, one number does not describe the others.
+    # If machines have unequal numbers of ranks, this machine's number does not hold for others.
     return world_of(size, rank, per_machine=local if local and size % local == 0 else None)
 
 
 class Address(NamedTuple):
-    """The address at which the ranks of a run meet."""
+    """The address of the store of a run's ranks."""
 
     host: str
     port: int
     is_served: bool
-    """Whether torchrun serves a store there; else rank 0 has to serve it."""
+    """Whether torchrun serves the store; else rank 0 has to."""
 
 
 def address_of_process(variables: Mapping[str, str]) -> Address:
-    """Return the meeting address of this process, a rank; raises :class:`WorldError`."""
+    """Return the address of the store for this process, a rank; raises :class:`WorldError`."""
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     port = _number("MASTER_PORT", variables["MASTER_PORT"])
     return Address(variables["MASTER_ADDR"], port, served)
@@ -131,7 +131,7 @@ def _number(name: str, text: str) -> int:
 def world_of(size: int, rank: int = 0, *, per_machine: int | None = None) -> World:
     """Return rank ``rank`` of ``size``, in machines of ``per_machine`` GPUs.
 
-    Without a number they are the largest equal machines of at most eight GPUs. Raises
+    Without ``per_machine`` they are the largest equal machines of at most eight GPUs. Raises
     :class:`WorldError`.
     """
     if not is_int(size, 1, MOST_RANKS):

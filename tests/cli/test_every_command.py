@@ -172,7 +172,7 @@ def test_an_unknown_gpu_is_one_sentence(gpu: str, place: Path, refusal: Refusal)
             "--ranks goes with no --by, not with --by lay",
         ),
         ("predict net.py:step --by line --gpu T4 --gpu L4", "--by line looks at one GPU, not at 2"),
-        ("gpus --once", "--once goes with --watch; without it there is one look already"),
+        ("gpus --once", "--once goes with --watch; without --watch, the GPUs are read once"),
     ],
 )
 def test_an_option_of_another_form_is_refused(

@@ -18,7 +18,9 @@ WORKSPACE = 8_519_680
 @pytest.fixture
 def statistics(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStatistics]:
     # The release that is simulated keeps workspaces, whatever the installed one does.
-    monkeypatch.setattr("pytest_gpumem.measurement.statistics._per_operation", lambda: False)
+    monkeypatch.setattr(
+        "pytest_gpumem.measurement.statistics._has_workspace_per_operation", lambda: False
+    )
     with simulate("T4", torch_version="2.13"):
         torch.cuda.init()
         statistics = CudaStatistics()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.session.predictions import foreseen, is_worth_it
+from pytest_gpumem.session.predictions import is_worth_it, simulated_once
 
 
 def test_it_is_worth_it_where_workers_would_wait_for_several_tests() -> None:
@@ -27,7 +27,7 @@ def test_the_first_asks_and_the_others_wait_for_its_answer(tmp_path: Path) -> No
         return {"a": 7, "b": 0}
 
     def ask() -> None:
-        answers.append(foreseen(tmp_path, "run", simulate))
+        answers.append(simulated_once(tmp_path, "run", simulate))
 
     workers = [threading.Thread(target=ask) for _ in range(3)]
     for worker in workers:
@@ -39,10 +39,10 @@ def test_the_first_asks_and_the_others_wait_for_its_answer(tmp_path: Path) -> No
 
 
 def test_another_run_asks_anew_and_clears_away_what_is_old(tmp_path: Path) -> None:
-    foreseen(tmp_path, "old", lambda: {"a": 7})
+    simulated_once(tmp_path, "old", lambda: {"a": 7})
     os.utime(tmp_path / "foreseen-old.json", (0, 0))
-    foreseen(tmp_path, "young", lambda: {"a": 8})
-    assert foreseen(tmp_path, "run", lambda: {"a": 9}) == {"a": 9}
+    simulated_once(tmp_path, "young", lambda: {"a": 8})
+    assert simulated_once(tmp_path, "run", lambda: {"a": 9}) == {"a": 9}
     names = {path.name for path in tmp_path.glob("*.json")}
     assert names == {"foreseen-young.json", "foreseen-run.json"}
 
@@ -52,5 +52,5 @@ def test_one_that_fails_leaves_the_work_to_the_next(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        foreseen(tmp_path, "run", fail)
-    assert foreseen(tmp_path, "run", lambda: {"a": 9}) == {"a": 9}
+        simulated_once(tmp_path, "run", fail)
+    assert simulated_once(tmp_path, "run", lambda: {"a": 9}) == {"a": 9}

@@ -11,7 +11,7 @@ import pytest
 from pytest_gpumem.sharing.admission import Budget
 from pytest_gpumem.sharing.database import UNKNOWN_PROCESS, SharingError
 from pytest_gpumem.sharing.devices import NvmlDevice
-from pytest_gpumem.sharing.gate import Gate, claims_of, without_hidden
+from pytest_gpumem.sharing.gate import Gate, claims_of, without_claimed
 from pytest_gpumem.sharing.ledger import Ledger
 from tests.fake_nvml import GIB, MACHINES, MIB, FakeNvml, Gpu, found, process
 
@@ -36,7 +36,7 @@ def taken(nvml: FakeNvml) -> Mapping[int, int]:
     ],
 )
 def test_what_nobody_holds(taken: dict[int, int], claims: dict[int, int], nobodys: int) -> None:
-    assert without_hidden(taken, claims) == {**taken, UNKNOWN_PROCESS: nobodys}
+    assert without_claimed(taken, claims) == {**taken, UNKNOWN_PROCESS: nobodys}
 
 
 def test_a_worker_claims_what_it_holds_and_is_granted(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-/* What torch's caching allocator hands out, which the runtime below it does not hear of otherwise.
+/* The blocks of torch's caching allocator, which it allocates and frees without calling the runtime.
  *
- * The allocator tells c10::reportMemoryUsageToProfiler (c10/core/Allocator.h) of each block that it hands out and takes
- * back, torch 2.6 to 2.15. The function is libc10's, and libc10_cuda finds the one here first.
+ * The allocator reports each allocation and free of a block to c10::reportMemoryUsageToProfiler (c10/core/Allocator.h),
+ * torch 2.6 to 2.15. That function is libc10's, but libc10_cuda finds the one in this file first.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -15,15 +15,15 @@
 /* DeviceType of torch/headeronly/core/DeviceType.h, the first byte of a c10::Device; the second one is its index. */
 #define CUDA 1
 
-/* The blocks that are handed out, by their address: an open hash table. */
+/* The allocated blocks by their address: an open hash table. */
 struct handed {
-    uintptr_t start; /* 0: no block yet, 1: none any more */
+    uintptr_t start; /* 0: the place was never used, 1: its block was freed */
     size_t size;
-    uint64_t number; /* of all blocks ever handed out */
+    uint64_t number; /* the count of all allocations so far */
     bool watched;
 };
 
-/* A block that was handed out, or with a negative size taken back, while there is a log. */
+/* The allocation of a block, or its free (with a negative size), while there is a log. */
 struct logged {
     int64_t start, size, device;
 };
@@ -33,7 +33,7 @@ static struct handed *table;
 static uint64_t blocks;
 static size_t room, used; /* a power of two; places that are not empty */
 static size_t grown;  /* blocks made since the collector ran less those freed, but never below zero, as CPython counts */
-static size_t growth; /* of them that asks for the collector; 0: nothing does */
+static size_t growth; /* the number of them at which the collector runs; 0: it does not */
 static void (*collect)(void);
 static bool asked;
 static struct logged *entries;
@@ -69,7 +69,7 @@ static void make_room(void)
     free(old);
 }
 
-/* Called by Python in its main thread, between two of its instructions. */
+/* Called by Python in its main thread, between two bytecode instructions. */
 static int run_collector(IGNORED void *nothing)
 {
     asked = false;
@@ -78,7 +78,7 @@ static int run_collector(IGNORED void *nothing)
     return 0;
 }
 
-/* Torch's allocator holds its lock here, which who runs Python may wait for: so Python comes later. */
+/* Torch's allocator holds its lock here, and a thread with the GIL may wait for that lock: so Python runs later. */
 static void ask_for_collector(void)
 {
     int (*add)(int (*)(void *), void *) = (int (*)(int (*)(void *), void *))dlsym(RTLD_DEFAULT, "Py_AddPendingCall");
@@ -128,7 +128,7 @@ static void write_log(uintptr_t start, int64_t size, int device)
     entries[logged++] = (struct logged){(int64_t)start, size, device};
 }
 
-/* Begin a log, or end one, which may lie in another one: entries are dropped when the last one ends. */
+/* Begin or end a log. Logs may be nested: entries are dropped when the outermost one ends. */
 API void pytest_gpumem_dry_log(int begins)
 {
     pthread_mutex_lock(&lock);
@@ -138,7 +138,7 @@ API void pytest_gpumem_dry_log(int begins)
     pthread_mutex_unlock(&lock);
 }
 
-/* How many entries the logs have until now; from the first one on they are copied, if there is room for them. */
+/* Returns the number of log entries so far; copies those from `first` on, unless `into` is NULL. */
 API size_t pytest_gpumem_dry_logged(struct logged *into, size_t first)
 {
     pthread_mutex_lock(&lock);
@@ -149,7 +149,7 @@ API size_t pytest_gpumem_dry_logged(struct logged *into, size_t first)
     return count;
 }
 
-/* Bytes of the block at the address; 0: it is none that the allocator has handed out. */
+/* Returns the bytes of the block at the address; 0: there is no block. */
 API size_t pytest_gpumem_dry_block(const void *start)
 {
     pthread_mutex_lock(&lock);
@@ -159,7 +159,7 @@ API size_t pytest_gpumem_dry_block(const void *start)
     return size;
 }
 
-/* Let the function run when there are so many blocks more than at present, and then again; 0: no more. */
+/* Call the function each time that the number of blocks has grown by so many; 0: no longer. */
 API void pytest_gpumem_dry_collect(void (*function)(void), size_t blocks_more)
 {
     pthread_mutex_lock(&lock);
@@ -169,7 +169,7 @@ API void pytest_gpumem_dry_collect(void (*function)(void), size_t blocks_more)
     pthread_mutex_unlock(&lock);
 }
 
-/* How many blocks have ever been handed out: the number of the last one. */
+/* Returns how many blocks have been allocated so far: the number of the last one. */
 API uint64_t pytest_gpumem_dry_handed_out(void)
 {
     pthread_mutex_lock(&lock);
@@ -178,7 +178,7 @@ API uint64_t pytest_gpumem_dry_handed_out(void)
     return last;
 }
 
-/* Number of the block at the address; 0: it is none that the allocator has handed out. */
+/* Returns the number of the block at the address; 0: there is no block. */
 API uint64_t pytest_gpumem_dry_number(const void *start)
 {
     pthread_mutex_lock(&lock);
@@ -188,7 +188,7 @@ API uint64_t pytest_gpumem_dry_number(const void *start)
     return number;
 }
 
-/* Let pytest_gpumem_dry_dead tell when the block at the address has been given back. Returns the block's number. */
+/* Let pytest_gpumem_dry_dead report the free of the block at the address. Returns the block's number. */
 API uint64_t pytest_gpumem_dry_watch(const void *start)
 {
     uint64_t number = 0;
@@ -202,7 +202,7 @@ API uint64_t pytest_gpumem_dry_watch(const void *start)
     return number;
 }
 
-/* The address of a watched block that has been given back since it was asked for last; NULL: there is none. */
+/* Returns the address of a watched block that was freed, each once; NULL: there is none. */
 API void *pytest_gpumem_dry_dead(void)
 {
     pthread_mutex_lock(&lock);
@@ -239,7 +239,7 @@ void report(void *block, int64_t size, size_t allocated, size_t reserved, uint16
             take_back((uintptr_t)block);
         pthread_mutex_unlock(&lock);
         if (size > 0) {
-            written_drop(block, (size_t)size); /* what an earlier tensor held there is not this one's */
+            written_drop(block, (size_t)size); /* values of an earlier tensor there are not this one's */
             estimate_allocated(block, (size_t)size, allocated, device >> 8);
         } else
             estimate_freed(block, (size_t)-size, device >> 8);

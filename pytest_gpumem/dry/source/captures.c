@@ -1,12 +1,12 @@
-/* Capture of graphs: a graph is its nodes, each with those that it comes after.
+/* Capture of graphs: a graph is a list of nodes with their dependencies.
  *
- * torch's allocator reads their order where it uses a block of several streams again during a capture
+ * torch's allocator reads the dependencies where it reuses a block of several streams during a capture
  * (graph_capture_record_stream_reuse, c10/cuda/CUDACachingAllocator.cpp).
  *
- * A call that no graph can contain, such as to wait for a captured stream, fails and invalidates the capture; whatever is
- * called in it then fails, too, until cudaStreamEndCapture, which takes its streams out of it and returns an error and
- * no graph (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations"). Calls that are unsafe beside captures,
- * depending on the mode of each and of the calling thread, do the same (cudaThreadExchangeStreamCaptureMode).
+ * A call that no graph can contain, such as waiting for a captured stream, fails and invalidates the capture. All
+ * further calls in the capture fail, too, until cudaStreamEndCapture, which ends it and returns an error and no graph
+ * (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations"). So does a call that is unsafe during captures,
+ * depending on the modes of the captures and of the calling thread (cudaThreadExchangeStreamCaptureMode).
  */
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +19,7 @@ enum mode { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
 enum { CONDITIONAL_NODE = 13 }; /* enum cudaGraphNodeType */
 enum { SET_DEPENDENCIES = 1 };  /* enum cudaStreamUpdateCaptureDependenciesFlags */
 
-/* Functions whose parameters have edges, and no version in their names since CUDA 13. */
+/* Functions with parameters for edges, whose names have no version suffix since CUDA 13. */
 #if CUDA_VERSION >= 13000
 #define WITH_EDGES(name) name
 #define EDGES IGNORED void *edges,
@@ -34,11 +34,11 @@ struct node_params {
     uint64_t handle;
     int kind;
     unsigned count;
-    struct graph **bodies; /* of which there are `count` */
+    struct graph **bodies; /* `count` of them */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct capture *captures; /* that go on */
+static struct capture *captures; /* those that have not ended */
 static unsigned long long begun;
 static __thread int thread_mode = GLOBAL;
 
@@ -48,7 +48,7 @@ int capture_break(struct capture *capture)
     return fail(CAPTURE_UNSUPPORTED);
 }
 
-/* Whether an unsafe call of this thread must not be made during the capture. */
+/* Whether the capture forbids unsafe calls in this thread. */
 static bool forbids(const struct capture *capture)
 {
     if (thread_mode == RELAXED || capture->mode == RELAXED)
@@ -178,7 +178,7 @@ API int cudaStreamIsCapturing(void *handle, int *status)
     return SUCCESS;
 }
 
-/* Up to CUDA 12 without the edges' data, as _v2; CUDA 13 has the name to itself, and edges before the count. */
+/* In CUDA 12 the _v2 function has no edges; in CUDA 13 there is one function, with the edges before the count. */
 API int cudaStreamGetCaptureInfo_v2(void *handle, int *status, unsigned long long *identity, void **graph,
                                     struct node ***dependencies, size_t *count)
 {
@@ -269,7 +269,7 @@ API int WITH_EDGES(cudaStreamUpdateCaptureDependencies)(void *handle, struct nod
     return frontier_join(last, &(struct frontier){count, nodes});
 }
 
-/* Of a conditional node each body is a graph of its own, which the program captures next. */
+/* Each body of a conditional node is a separate graph, which the program captures next. */
 API int WITH_EDGES(cudaGraphAddNode)(struct node **node, struct graph *graph, struct node *const *before,
                                      IGNORED const void *edges, size_t count, struct node_params *params)
 {

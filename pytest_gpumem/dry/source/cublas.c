@@ -1,5 +1,5 @@
-/* cuBLAS and cuBLASLt: handles and descriptors; products compute nothing. torch gives the libraries their workspaces
- * (aten/src/ATen/cuda/CublasHandlePool.cpp), so that they ask for none. */
+/* cuBLAS and cuBLASLt: handles and descriptors; products compute nothing. torch allocates the libraries' workspaces
+ * (aten/src/ATen/cuda/CublasHandlePool.cpp), so the libraries allocate none. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,7 +24,7 @@ API int cublasDestroy_v2(struct handle *handle)
     return SUCCESS;
 }
 
-/* torch sets the stream before each call (getCurrentCUDABlasHandle): work follows on it, which a capture counts. */
+/* torch sets the stream before each call (getCurrentCUDABlasHandle), so the call's work becomes a node of a capture. */
 API int cublasSetStream_v2(struct handle *handle, void *stream)
 {
     handle->stream = stream;
@@ -129,7 +129,7 @@ API int cublasLtMatmulAlgoGetHeuristic(IGNORED void *handle, IGNORED void *opera
     return SUCCESS;
 }
 
-/* Batched solvers tell the host at once whether an argument was wrong: 0, none was. */
+/* Batched solvers report to the host whether an argument is wrong; 0: none is. */
 #define BATCHED(letter)                                                                                                \
     WRITES(cublas##letter##geqrfBatched, 6, int, 0)                                                                    \
     WRITES(cublas##letter##gelsBatched, 9, int, 0)                                                                     \

@@ -7,7 +7,7 @@
 #include "sizes.h"
 
 /* CUDNN_VERSION_PARTS is "9, 26, 0". torch refuses a library older than the one it was built for
- * (torch/backends/cudnn/__init__.py), and before cuDNN 9 numbered otherwise. */
+ * (torch/backends/cudnn/__init__.py). Before cuDNN 9 the version number had another format. */
 static const int VERSION[] = {CUDNN_VERSION_PARTS};
 
 API size_t cudnnGetVersion(void)
@@ -36,7 +36,7 @@ API void cudnnGetLastErrorString(char *text, size_t size)
         text[0] = '\0';
 }
 
-/* Handles and descriptors are passed on; those that are read again are declared where they are. */
+/* Handles and descriptors without content; descriptors that are read again are in other files. */
 static int described(void **descriptor)
 {
     *descriptor = calloc(1, 512);
@@ -72,7 +72,7 @@ DESCRIPTOR(RNN)
 DESCRIPTOR(SpatialTransformer)
 DESCRIPTOR(Tensor)
 
-/* Sizes of workspaces that a call has to write, with nothing in them. */
+/* Sizes of workspaces that a call has to write: 0. */
 WRITES(cudnnGetConvolutionForwardWorkspaceSize, 6, size_t, 0)
 WRITES(cudnnGetConvolutionBackwardDataWorkspaceSize, 6, size_t, 0)
 WRITES(cudnnGetConvolutionBackwardFilterWorkspaceSize, 6, size_t, 0)
@@ -93,8 +93,8 @@ API int cudnnDropoutGetStatesSize(IGNORED void *handle, size_t *size)
     return SUCCESS;
 }
 
-/* Whether torch may keep such a state. */
+/* Whether torch may keep a dropout state for the device. */
 API int pytest_gpumem_dry_has_dropout_state(int device) { return has_dropout_state[device]; }
 
-/* Give states that are made from now on no bytes, or their own again. */
+/* Let the size of dropout states be 0 from now on, or the real size again. */
 API void pytest_gpumem_dry_empty_dropout_states(int are_empty) { dropout_states_are_empty = are_empty; }

@@ -1,7 +1,7 @@
-/* cuDNN's backend, by which torch chooses convolutions since version 8 of the library (cudnn-frontend): descriptors
- * with attributes. Asked for engines its heuristics name two: the plan of the first asks for the workspace that the
- * rule of the simulated device gives, and that of the second, which torch tries where there is no room, for none.
- * Products of matrices are attention's: torch has no other graph with them.
+/* cuDNN's backend interface, by which torch chooses convolutions since cuDNN 8 (cudnn-frontend): descriptors with
+ * attributes. The heuristics return two engines: the first one's plan has the workspace of the simulated device's rule;
+ * the second one's, which torch tries if memory is short, has none. A graph with matrix products is attention: torch
+ * makes no other.
  * Source of the numbers: "cuDNN Backend API", cudnnBackendAttributeName_t and cudnnBackendAttributeType_t. */
 #include <stdlib.h>
 #include <string.h>
@@ -39,7 +39,7 @@ struct attribute {
 
 enum descriptor_type { MATMUL = 19, ATTENTION = 41, ATTENTION_BACKWARD = 43 };
 
-/* What the rule is asked of a convolution or of attention; empty for other operations. */
+/* The query for the rule, on a convolution or attention; empty for other operations. */
 struct asked {
     enum question question;
     int count;
@@ -140,7 +140,7 @@ API int cudnnBackendSetAttribute(struct descriptor *descriptor, int name, int ty
     *attribute = (struct attribute){.name = name, .count = count < MOST_VALUES ? count : MOST_VALUES};
     for (int64_t i = 0; i < attribute->count; i++)
         memcpy(&attribute->values[i], (const char *)elements + (size_t)i * size, size);
-    /* The caller may drop each descriptor as soon as it is part of the next one. */
+    /* The caller may destroy a descriptor as soon as another one contains it. */
     bool is_part = name == GRAPH_OPERATIONS || name == HEURISTIC_GRAPH || name == PLAN_CONFIGURATION;
     for (int64_t i = 0; is_part && i < attribute->count && descriptor->asked.count == 0; i++)
         descriptor->asked = descriptor_of(descriptor, name, i)->asked;
@@ -176,7 +176,7 @@ API int cudnnBackendGetAttribute(struct descriptor *descriptor, int name, IGNORE
     if (asked == 0 || elements == NULL)
         return SUCCESS;
     if (name == SHARED_MEMORY_USED)
-        *(int *)elements = 0; /* a configuration that takes more than the device has is not chosen */
+        *(int *)elements = 0; /* torch rejects a configuration that needs more than the device has */
     if (name == ENGINE_COUNT)
         *(int64_t *)elements = ENGINES;
     /* The caller made the descriptors of the results beforehand. */

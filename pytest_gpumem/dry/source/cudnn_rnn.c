@@ -1,6 +1,6 @@
-/* cuDNN's recurrent nets: where each layer's parameters lie in the one buffer, which torch asks when it flattens them
- * (get_parameters of aten/src/ATen/native/cudnn/RNN.cpp). The workspace and the reserve are those of the simulated
- * device's rule. */
+/* cuDNN's recurrent networks: the position of each layer's parameters in their common buffer, which torch reads when it
+ * flattens them (get_parameters of aten/src/ATen/native/cudnn/RNN.cpp). Workspace and reserve have the sizes of the
+ * simulated device's rule. */
 #include <string.h>
 
 #include "abi.h"
@@ -74,7 +74,7 @@ enum cell { RELU = 0, TANH = 1, LSTM = 2, GRU = 3 };
 
 struct rnn {
     int cell, type, directions, layers;
-    size_t input, hidden, projected; /* projected is the hidden size where nothing is projected */
+    size_t input, hidden, projected; /* projected: the hidden size if there is no projection */
     bool projects, drops;
 };
 
@@ -101,13 +101,13 @@ static size_t gates_of(const struct rnn *rnn)
     return GATES[rnn->cell];
 }
 
-/* A layer of both directions reads what both directions of the layer below put out. */
+/* A bidirectional layer reads the outputs of both directions of the layer below. */
 static size_t input_of(const struct rnn *rnn, int pseudo_layer)
 {
     return pseudo_layer < rnn->directions ? rnn->input : rnn->projected * (size_t)rnn->directions;
 }
 
-/* Elements of one pseudo layer's matrices: those of the input, those of the state, the projection. */
+/* Elements of one pseudo layer's matrices: for the input, for the state, and for the projection. */
 static size_t matrices_of(const struct rnn *rnn, int pseudo_layer)
 {
     size_t columns = input_of(rnn, pseudo_layer) + rnn->projected;
@@ -130,7 +130,7 @@ API int cudnnGetRNNWeightSpaceSize(IGNORED void *handle, const struct rnn *rnn, 
     return SUCCESS;
 }
 
-/* What the caller does not want to know it gives no place for. */
+/* Writes only what the caller has passed pointers for. */
 static void tell(struct tensor *tensor, void **place, int type, size_t rows, size_t columns, char *address)
 {
     if (tensor != NULL) {
@@ -142,8 +142,8 @@ static void tell(struct tensor *tensor, void **place, int type, size_t rows, siz
         *place = address;
 }
 
-/* Matrices of all layers come first, then biases. Of a layer, first what belongs to the input, gate by gate, then what
- * belongs to the state; the number behind both is the projection's. */
+/* The matrices of all layers come first, then the biases. In a layer the gates of the input come first, then the gates
+ * of the state; the next number is the projection. */
 API int cudnnGetRNNWeightParams(IGNORED void *handle, const struct rnn *rnn, int layer, IGNORED size_t size,
                                 char *weights, int number, struct tensor *matrix, void **matrix_at, struct tensor *bias,
                                 void **bias_at)
@@ -177,7 +177,7 @@ API int cudnnSetRNNDataDescriptor(struct sequences *sequences, IGNORED int type,
     return SUCCESS;
 }
 
-/* The sentences of this thread's last question, of the workspace and of the reserve. */
+/* The sentences on workspace and reserve of this thread's last query. */
 static __thread int64_t sentences[2];
 
 API int cudnnGetRNNTempSpaceSizes(IGNORED void *handle, const struct rnn *rnn, int mode, const struct sequences *data,

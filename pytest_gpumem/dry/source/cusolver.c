@@ -1,5 +1,5 @@
-/* cuSOLVER: handles, and the sizes of workspaces, which only the library knows: those of the simulated device's table,
- * else none.
+/* cuSOLVER: handles, and the sizes of workspaces. Only the library knows them: here they are from the simulated
+ * device's table, else 0.
  * Source of the arguments' places: "cuSOLVER API Reference", 12.4 and 13.2. */
 #include "sizes.h"
 
@@ -29,7 +29,7 @@ static size_t workspace_of(const char *name, enum routine routine, bool is_known
     return 0;
 }
 
-/* The size in elements, of a matrix whose rows and columns are among the arguments. */
+/* The size in elements, for a matrix whose rows and columns are among the arguments. */
 #define SIZED(name, count, routine, is_known, rows, columns, size)                                                     \
     API int name(AFTER_##count, int *written)                                                                          \
     {                                                                                                                  \

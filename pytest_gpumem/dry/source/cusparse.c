@@ -1,5 +1,5 @@
-/* cuSPARSE and cuSPARSELt: handles, descriptors, and the sizes of workspaces, which only the library knows: here it
- * asks for none. Products of sparse matrices have no entries.
+/* cuSPARSE and cuSPARSELt: handles, descriptors, and the sizes of workspaces. Only the library knows these: here they
+ * are 0. Products of sparse matrices have no entries.
  * Source of the arguments' places: "cuSPARSE API Reference" 12.4 and 13.2, "cuSPARSELt API Reference" 0.8. */
 #include "sizes.h"
 
@@ -57,8 +57,8 @@ API int cusparseSpMatGetSize(IGNORED void *matrix, int64_t *rows, int64_t *colum
 LEAVES_OUT(cusparseLtMatmulGetWorkspace, 2, size_t)
 WRITES(cusparseLtMatmulAlgGetAttribute, 3, int, 0)
 
-/* A descriptor begins with the bytes that its matrix takes when it is compressed: half of its values, and which they
- * are. That is 9 of 16 bytes, and 10 where a value has one (compression_factor of torch's cuSPARSELtOps.cpp). */
+/* A descriptor begins with the bytes of its compressed matrix: half of the values, and their positions. That is 9 of 16
+ * bytes, and 10 of 16 for values of one byte (compression_factor of torch's cuSPARSELtOps.cpp). */
 API int cusparseLtStructuredDescriptorInit(WORD handle, size_t *made, int64_t rows, int64_t columns, WORD leading,
                                            WORD alignment, int type)
 {

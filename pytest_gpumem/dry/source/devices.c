@@ -1,7 +1,7 @@
 /* The GPUs: read once from PYTEST_GPUMEM_DRY_DEVICES, which gpus.py writes.
  *
- * One GPU is "name=NVIDIA A100-SXM4-40GB,memory=42298834944,major=8,..."; several are separated by ";". Instances of
- * MIG follow their GPU and say "instance=1".
+ * One GPU is "name=NVIDIA A100-SXM4-40GB,memory=42298834944,major=8,..."; several are separated by ";". MIG instances
+ * follow their GPU and have "instance=1".
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -50,7 +50,7 @@ void device_uuid(const struct device *device, char text[UUID_TEXT])
         sprintf(text + strlen(text), i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", device->uuid[i]);
 }
 
-/* Gives each GPU its number, and its instances the same. */
+/* Gives each GPU a number, and its instances the same one. */
 static void number_all(void)
 {
     int gpu = -1;
@@ -70,7 +70,7 @@ static const struct device *gpu_among_all(int number)
     return NULL;
 }
 
-/* What an entry of CUDA_VISIBLE_DEVICES means: the number of a GPU, or the beginning of a UUID. */
+/* The device of an entry of CUDA_VISIBLE_DEVICES: the number of a GPU, or the beginning of a UUID. */
 static const struct device *named(const char *entry)
 {
     char *end, text[UUID_TEXT];
@@ -86,8 +86,8 @@ static const struct device *named(const char *entry)
     return NULL;
 }
 
-/* Shows a device to CUDA; returns whether more of them can be shown. Of a divided GPU it is the first instance, and
- * beside an instance CUDA shows no other device ("NVIDIA Multi-Instance GPU User Guide", CUDA Device Enumeration). */
+/* Makes a device visible to CUDA; returns whether others may follow. For a divided GPU that is its first instance, and
+ * with an instance CUDA shows no other device ("NVIDIA Multi-Instance GPU User Guide", CUDA Device Enumeration). */
 static bool show(const struct device *device)
 {
     if (device->is_divided)
@@ -136,7 +136,7 @@ static void read_once(void)
     pthread_once(&once, read_devices);
 }
 
-/* NVML may be asked before: a program reads it and then chooses what CUDA is to show. */
+/* Read late: a program may query NVML first, and then set the variable. */
 int device_count(void)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;

@@ -15,8 +15,8 @@ static void *context_of(int device) { return (void *)(uintptr_t)&CONTEXTS[device
 
 static int device_of(const void *context) { return (int)((const char *)context - CONTEXTS); }
 
-/* The driver begins with cuInit, which the runtime calls when it is asked about devices. Importing torch does not
- * ("CUDA Driver API", cuInit). */
+/* The driver is initialised by cuInit, which the runtime calls when it is asked about devices, but not when torch is
+ * imported ("CUDA Driver API", cuInit). */
 static atomic_bool begun;
 
 void driver_begin(void) { atomic_store(&begun, true); }
@@ -197,8 +197,8 @@ API int cuPointerGetAttribute(void *value, int attribute, const void *address)
     return SUCCESS;
 }
 
-/* A function of the driver by its name, which may lack the suffix of its version ("cuMemCreate" has none, "cuMemAlloc"
- * stands for "cuMemAlloc_v2"). */
+/* A function of the driver by its name, which may lack the version suffix ("cuMemCreate" has no suffix, "cuMemAlloc"
+ * means "cuMemAlloc_v2"). */
 static void *function_named(const char *name)
 {
     char versioned[128];

@@ -1,9 +1,8 @@
-/* The parts of the dry runtime talk through this header; it declares nothing of NVIDIA's.
+/* Declarations that the parts of the dry runtime share; NVIDIA's interfaces are not declared here.
  *
- * The dry runtime stands in for NVIDIA's libraries under the CUDA build of torch. It keeps memory, streams, events and
- * graphs, and answers what a program asks of a device; kernels and library calls return success and compute nothing.
- * Handles and structures have the layout that the documented interfaces give them (CUDA Runtime API and Driver API
- * reference); abi.h has the numbers.
+ * The dry runtime stands in for NVIDIA's libraries under the CUDA build of torch. It keeps track of memory, streams,
+ * events and graphs, and returns a device's properties; kernels and library calls return success and compute nothing.
+ * Handles and structures have the documented layout (CUDA Runtime API and Driver API reference); abi.h has the numbers.
  */
 #ifndef DRY_H
 #define DRY_H
@@ -23,7 +22,7 @@
 
 static inline size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
 
-/* errors.c: the last error of each thread, as cudaGetLastError gives it. */
+/* errors.c: sets the last error of this thread, which cudaGetLastError returns. */
 int fail(int error);
 
 /* trace.c: a line on stderr for each call, where PYTEST_GPUMEM_DRY_TRACE is set. */
@@ -35,10 +34,10 @@ struct device {
     size_t memory;
     int64_t major, minor, sms, threads, l2, shared, optin, blocks, bus_width;
     unsigned char uuid[16];
-    int64_t instance;  /* not 0: one of MIG's, of the GPU that is listed before it */
-    int64_t instances; /* into which MIG can divide it, 0: none */
+    int64_t instance;  /* not 0: a MIG instance of the GPU that is listed before it */
+    int64_t instances; /* the most MIG instances; 0: MIG cannot divide it */
     bool is_divided;   /* a GPU that has instances */
-    int index;         /* in the machine, whatever CUDA_VISIBLE_DEVICES hides; instances count */
+    int index;         /* in the machine, without CUDA_VISIBLE_DEVICES; instances count */
     int gpu;           /* the number of the GPU; instances have that of theirs */
 };
 enum { UUID_TEXT = 48 };
@@ -53,7 +52,7 @@ const struct device *machine_at(int index);
 const struct device *gpu_at(int number);
 void device_uuid(const struct device *device, char text[UUID_TEXT]);
 
-/* memory.c: what each address belongs to. */
+/* memory.c: the allocations of the driver, by address. */
 enum kind { DEVICE_MEMORY, HOST_MEMORY, VIRTUAL_RANGE, REGISTERED_HOST, MANAGED_MEMORY };
 struct block {
     char *start;
@@ -71,30 +70,30 @@ size_t memory_free_bytes(int device);
 void memory_copy(void *to, const void *from, size_t size);
 void memory_set(void *at, int value, size_t size);
 
-/* shared.c: what the processes of this machine hold of its GPUs, by their index in it. */
+/* shared.c: the memory that the processes of this machine hold, by the GPU's index in the machine. */
 void shared_join(void);
 bool shared_take(int device, size_t size); /* false: there is no room */
 void shared_give(int device, size_t size);
 size_t shared_used(int device); /* by all of them */
 bool shared_process(int index, int device, int *pid, size_t *used);
 
-/* written.c: which values on the device a copy has brought. */
+/* written.c: the values on the device that copies have written. */
 void written_note(const void *start, size_t size);
 void written_note_within(const void *start, size_t size); /* until the next kernel */
 void written_by_kernel(void);
 void written_drop(const void *start, size_t size);
 bool written_has(const void *start, size_t size);
-bool written_is_followed(void); /* whether it is known of each operator what it has written */
+bool written_is_followed(void); /* whether Python records the values that each operator writes */
 
-/* values.c: reads of values that no copy has brought. */
+/* values.c: reads of unknown values. */
 bool values_are_copied(size_t size, size_t most);
 void values_answer(void *to, size_t size);
-bool values_interrupted(void); /* an exception waits for this thread to be back in Python */
+bool values_interrupted(void); /* an exception is pending until this thread returns to Python */
 
-/* captures.c: SUCCESS, or the error of a call that is unsafe beside captures of graphs, which it ends. */
+/* captures.c: SUCCESS, or the error of a call that is unsafe during graph captures, which it invalidates. */
 int captures_refuse(void);
 
-/* streams.c: order of work, as far as the host knows it. */
+/* streams.c: the order of work on streams, as far as the host knows it. */
 struct stream;
 struct stream *stream_of(void *handle);
 int stream_add_node(void *handle); /* an error where the stream's capture has been invalidated */

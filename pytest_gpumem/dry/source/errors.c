@@ -19,7 +19,7 @@ API int cudaGetLastError(void)
 
 API int cudaPeekAtLastError(void) { return last_error; }
 
-/* The texts are those that the manuals' cudaGetErrorString gives; torch prints them behind "CUDA error: ". */
+/* The texts of cudaGetErrorString in the manuals; torch prints them after "CUDA error: ". */
 static const struct named_error {
     int number;
     const char *runtime_name, *driver_name, *text;

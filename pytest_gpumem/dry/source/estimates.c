@@ -1,7 +1,7 @@
-/* How many bytes of each GPU's peak were sized by an estimate: the same account as pytest_gpumem/simulated/gpu/
- * estimates.py keeps, of the blocks that torch's allocator reports (allocations.c).
+/* The bytes of each GPU's peak whose size is an estimate, counted as in pytest_gpumem/simulated/gpu/estimates.py, for
+ * the blocks that torch's allocator reports (allocations.c).
  *
- * That a block is a workspace of a library is known when the library is called with it, right after it was allocated.
+ * A block is recognised as a library's workspace when the library is called with it, right after its allocation.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -29,7 +29,7 @@ static struct account {
 static int64_t allocations;
 static bool paused;
 
-/* What this thread has allocated last. */
+/* The last allocation of this thread. */
 static __thread struct {
     const void *address;
     size_t size;
@@ -145,19 +145,19 @@ API void pytest_gpumem_dry_forget_estimates(void)
     pthread_mutex_unlock(&lock);
 }
 
-/* Let no peak count, or count again. */
+/* Ignore peaks from now on, or no longer. */
 API void pytest_gpumem_dry_pause_estimates(int pause);
 API void pytest_gpumem_dry_pause_estimates(int pause) { paused = pause != 0; }
 
-/* A hash of the sizes that were allocated and freed, in order. */
+/* A hash of the allocated and freed sizes, in order. */
 API uint64_t pytest_gpumem_dry_events(int device);
 API uint64_t pytest_gpumem_dry_events(int device) { return accounts[device].events; }
 
-/* Largest estimate, estimated bytes of the peak, and the sentences of both. */
-API void pytest_gpumem_dry_estimates(int device, int64_t told[4]);
-API void pytest_gpumem_dry_estimates(int device, int64_t told[4])
+/* Returns the largest estimate, the estimated bytes of the peak, and the sentences on both. */
+API void pytest_gpumem_dry_estimates(int device, int64_t results[4]);
+API void pytest_gpumem_dry_estimates(int device, int64_t results[4])
 {
     const struct account *account = &accounts[device];
     int64_t known[] = {(int64_t)account->largest, (int64_t)account->in_peak, account->at_largest, account->at_peak};
-    memcpy(told, known, sizeof known);
+    memcpy(results, known, sizeof known);
 }

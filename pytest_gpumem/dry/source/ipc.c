@@ -1,5 +1,5 @@
-/* Memory that one process lends another ("CUDA Runtime API", cudaIpcGetMemHandle). The other one gets addresses, which
- * cost neither device any memory; values do not travel. */
+/* Memory that processes share ("CUDA Runtime API", cudaIpcGetMemHandle). The importing process gets addresses without
+ * device memory; values are not shared. */
 #include <string.h>
 #include <unistd.h>
 

@@ -1,11 +1,11 @@
-/* Kernels: registered, looked up, launched as nothing. */
+/* Kernels: registration, lookup, and launches that compute nothing. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "abi.h"
 #include "dry.h"
 
-/* Handles that are only passed on: each has to differ from NULL. */
+/* A handle that is only passed on, and has to differ from NULL. */
 static void *const SOMETHING = (void *)8;
 
 API void **__cudaRegisterFatBinary(IGNORED void *binary)
@@ -16,7 +16,7 @@ API void **__cudaRegisterFatBinary(IGNORED void *binary)
 
 API char __cudaInitModule(IGNORED void **handle) { return 1; }
 
-/* The kernel of torch.cuda._sleep (aten/src/ATen/cuda/Sleep.cu): the one that takes time. */
+/* The kernel of torch.cuda._sleep (aten/src/ATen/cuda/Sleep.cu), the only one that takes time. */
 static const void *sleeping;
 
 API void __cudaRegisterFunction(IGNORED void **handle, const void *function, IGNORED char *host_name, const char *name,
@@ -35,7 +35,7 @@ static int launch(const void *function, void *stream)
     return error;
 }
 
-/* Between <<<...>>> and the launch, nvcc's code keeps the configuration with the runtime, per thread and nested. */
+/* The configuration between <<<...>>> and the launch, which nvcc's code pushes and pops for each thread. */
 struct configuration {
     struct extent grid, block;
     size_t shared;
@@ -226,7 +226,7 @@ API int cudaOccupancyMaxActiveClusters(int *clusters, IGNORED const void *functi
     return cuOccupancyMaxActiveClusters(clusters, NULL, NULL);
 }
 
-/* Objects whose life a graph holds: they live until they are released, and end at once. */
+/* Objects that a graph keeps alive: here they end with their release. */
 API int cudaUserObjectCreate(void **object, IGNORED void *data, IGNORED void (*destroy)(void *), IGNORED unsigned count,
                              IGNORED unsigned flags)
 {

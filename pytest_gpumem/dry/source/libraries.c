@@ -1,4 +1,4 @@
-/* Asks Python how much memory a library takes; libraries.h says what and why. */
+/* Asks Python for the size of a library's workspace; libraries.h lists the queries. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -22,8 +22,7 @@ static const char BEGIN[] = "try:\n"
                             "else:\n"
                             "    begin_answering()\n";
 
-/* The interpreter is found by name, because nothing of Python's is linked here; a thread of autograd has none of its
- * locks. */
+/* Python's functions are looked up by name, because Python is not linked; threads of autograd do not hold the GIL. */
 static void find_python(void)
 {
     int (*is_there)(void);
@@ -44,7 +43,7 @@ static void find_python(void)
 bool library_asks(enum question question, const int64_t *numbers, int count, int64_t *answers)
 {
     memset(answers, 0, MOST_ANSWERS * sizeof *answers);
-    if (values_interrupted()) /* the exception would be raised, and lost, in Python's answer; the run is invalid anyway */
+    if (values_interrupted()) /* the pending exception would be raised in this call and lost; the run is invalid anyway */
         return false;
     if (answer == NULL)
         find_python();
@@ -67,7 +66,7 @@ void library_leaves_out(const char *name)
     pthread_mutex_unlock(&lock);
 }
 
-/* The names of calls whose workspace is left out, in the order of the first one of each; NULL behind the last. */
+/* The names of calls without an estimate, in the order of their first call; NULL after the last. */
 API const char *pytest_gpumem_dry_left_out(int index);
 API const char *pytest_gpumem_dry_left_out(int index) { return index < left_out_count ? left_out[index] : NULL; }
 

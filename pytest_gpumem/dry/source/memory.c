@@ -1,9 +1,9 @@
-/* Device memory as address space: pages that no one touches cost the host nothing.
+/* Device memory as address space of the host, in which untouched pages use no memory.
  *
- * Every device has a part of one reserved range. Segments lie in it as NVIDIA's driver for Linux places them, because
- * torch breaks ties between free blocks of one size by address: whole ranges of 32 MiB from the top downwards, and what
- * a segment leaves of its last range goes to later segments that fit, the lowest such place first. Seen in recorded
- * traces; pytest_gpumem/allocator/device_memory.py has the same rule.
+ * Every device has a part of one reserved range. Segments are placed as by NVIDIA's driver for Linux, because torch
+ * orders free blocks of the same size by address: whole ranges of 32 MiB from the top downwards; the rest of a
+ * segment's last range goes to later segments that fit, the lowest rest first. The rule is from recorded traces;
+ * pytest_gpumem/allocator/device_memory.py has the same.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -14,9 +14,9 @@
 #include "dry.h"
 
 #define RANGE (32 * MIB)
-/* What the driver takes at a time, which cudaMemGetInfo counts ("CUDA C++ Best Practices Guide": 2 MiB pages). */
+/* The driver's unit of allocation, which cudaMemGetInfo counts ("CUDA C++ Best Practices Guide": 2 MiB pages). */
 #define PAGE (2 * MIB)
-/* Larger copies carry no values: what they would bring is data, not masks, lengths or flags. */
+/* Larger copies are not made: they hold data, and not masks, lengths or flags. */
 #define MOST_COPIED_FROM_HOST MIB
 #define MOST_COPIED_ON_DEVICE (64 * KIB)
 
@@ -32,7 +32,7 @@ struct list {
 
 struct area {
     char *start, *end;
-    char *lowest; /* of what was ever taken since the device was empty */
+    char *lowest; /* the lowest address used since the device was empty */
     struct list rests;
     size_t segments;
 };
@@ -99,7 +99,7 @@ static char *from_rests(struct area *area, size_t size)
 
 static bool lives_in(const char *start, const char *end);
 
-/* The next place downwards that holds no live segment; the search begins at the top again when the area ends. */
+/* The next lower place without a live segment; at the end of the area, the search continues at the top. */
 static char *from_ranges(struct area *area, size_t room)
 {
     for (int round = 0; round < 2; round++) {
@@ -129,7 +129,7 @@ static char *place(struct area *area, size_t size)
     return start;
 }
 
-/* Position of the first block that begins behind the address. */
+/* Position of the first block that begins after the address. */
 static size_t position_of(const char *address)
 {
     size_t low = 0, high = block_count;
@@ -170,7 +170,7 @@ static void *take_on_device(size_t size, enum kind kind, int device)
         shared_give(device_at(device)->index, physical);
         return NULL;
     }
-    /* A small value must not cost the host a huge page. */
+    /* A small value must not use a huge page of the host. */
     madvise(start, size, MADV_NOHUGEPAGE);
     area->segments++;
     return start;
@@ -302,7 +302,7 @@ void memory_set(void *at, int value, size_t size)
         written_drop(at, size);
 }
 
-/* A test begins: what earlier segments left of their ranges is not used, as if the process were new. */
+/* Begin a test: rests of earlier segments' ranges are not used, as if the process were new. */
 API void pytest_gpumem_dry_begin(void)
 {
     pthread_mutex_lock(&lock);

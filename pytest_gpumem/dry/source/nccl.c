@@ -1,7 +1,7 @@
-/* NCCL: one rank of several, alone in its process. An all-gather of few bytes gives each rank's slot what this rank
- * sends, so that DDP finds the parameters of all ranks alike. So does a group of broadcasts, one from each rank, by
+/* NCCL for one rank of several, without the other ranks. An all-gather of few bytes writes this rank's data to each
+ * rank's slot, so that DDP finds equal parameters on all ranks. So does a group of broadcasts, one from each rank, by
  * which torch gathers into separate tensors (ProcessGroupNCCL::allgather of torch/csrc/distributed/c10d). A sum of few
- * numbers is a multiple of this rank's. What other collectives receive is unknown. */
+ * numbers is a multiple of this rank's numbers. The results of other collectives are unknown. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -60,7 +60,7 @@ API int ncclCommInitRankScalable(struct communicator **made, int ranks, int rank
     return communicate(made, ranks, rank);
 }
 
-/* A color below zero has no communicator. The size of a part is not known here: as large as the whole. */
+/* A color below zero gives no communicator. The size of the new communicator is unknown; that of the whole is used. */
 API int ncclCommSplit(struct communicator *whole, int color, int key, struct communicator **made, IGNORED void *config)
 {
     *made = NULL;
@@ -127,7 +127,7 @@ static size_t bytes_of(size_t count, int type)
     return size <= 64 * KIB ? size : 0;
 }
 
-/* Where operators are followed, Python says what a collective has written: pytest_gpumem/dry/values/libraries.py. */
+/* If operators are followed, Python writes the results of collectives: pytest_gpumem/dry/values/libraries.py. */
 static int receive(const void *received, size_t count, int type, void *stream)
 {
     stream_add_node(stream);
@@ -140,7 +140,7 @@ static int receive(const void *received, size_t count, int type, void *stream)
     for (size_t at = 0; at < count; at++)        \
     ((kind *)numbers)[at] *= (kind)factor
 
-/* Whether the numbers are known, and have been multiplied: those of a half have no type in C. */
+/* Multiplies known numbers; returns whether it did. C has no type for half precision. */
 static bool multiply(void *numbers, size_t count, int type, int factor)
 {
     size_t size = bytes_of(count, type);
@@ -165,7 +165,7 @@ static __thread int reduction;
 
 API int pytest_gpumem_dry_reduction(void) { return reduction; }
 
-/* Of equal numbers, the average and the extremes are the same again. */
+/* The average and the extremes of equal numbers are the same number. */
 API int ncclAllReduce(const void *sent, void *received, size_t count, int type, int operation,
                       const struct communicator *communicator, void *stream)
 {
@@ -182,7 +182,7 @@ API int ncclAllReduce(const void *sent, void *received, size_t count, int type, 
     return SUCCESS;
 }
 
-/* Other ranks than the root receive nothing, and may have nowhere to. */
+/* Ranks other than the root receive nothing, and may pass NULL. */
 API int ncclReduce(const void *sent, void *received, size_t count, int type, int operation, int root,
                    const struct communicator *communicator, void *stream)
 {
@@ -216,7 +216,7 @@ API int ncclAllGather(const void *sent, char *received, size_t count, int type, 
     return SUCCESS;
 }
 
-/* The broadcasts of a group: where each arrives, and what this rank sends. */
+/* The broadcasts of a group: the target of each, and the data that this rank sends. */
 enum { MOST_BROADCASTS = 1024 };
 static __thread struct {
     int depth, count;

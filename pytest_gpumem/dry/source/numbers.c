@@ -1,9 +1,9 @@
 /* Numbers of autograd's nodes.
  *
- * Torch counts the nodes that each thread makes (aten/src/ATen/SequenceNumber.cpp, torch 2.6 to 2.15), and of nodes
- * that are ready it runs the one with the highest number first. A second backward pass has nodes of two threads, so
- * its order depends on how many nodes either has made before: here they are counted anew for each test. The functions
- * are libtorch_cpu's, and torch's libraries find those here first.
+ * Torch numbers the nodes that each thread makes (aten/src/ATen/SequenceNumber.cpp, torch 2.6 to 2.15), and runs the
+ * ready node with the highest number first. A second backward pass has nodes of two threads, so its order depends on
+ * the number of nodes that each has made before: here the count restarts with each test. The functions are
+ * libtorch_cpu's, but torch's libraries find those in this file first.
  */
 #include <stdatomic.h>
 #include <stdint.h>

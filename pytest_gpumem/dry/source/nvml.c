@@ -1,9 +1,9 @@
-/* NVML, as far as torch (c10/cuda/driver_api.h and torch/csrc/distributed/c10d/symm_mem) and nvidia-ml-py ask it.
+/* The functions of NVML used by torch (c10/cuda/driver_api.h, torch/csrc/distributed/c10d/symm_mem) and nvidia-ml-py.
  * Source of structures and numbers: "NVML API Reference Guide", nvml.h.
  *
- * It knows all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES hides, and all processes that use them (shared.c).
- * There is no driver, no context outside the allocator, and no time: what NVML says of these it does not support, or
- * answers as of a GPU that computes nothing. */
+ * It reports all GPUs of the machine, regardless of CUDA_VISIBLE_DEVICES, and all processes that use them (shared.c).
+ * There is no driver, no context outside the allocator, and no clock: functions on these are not supported, or return
+ * the values of an idle GPU. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -73,7 +73,7 @@ API int nvmlDeviceGetHandleByUUID(const char *wanted, void **handle)
     return NVML_NOT_FOUND;
 }
 
-/* Instances of MIG. Those of one GPU follow it in the machine, and hold together what it holds. */
+/* MIG instances. Those of one GPU follow it in the machine; their memory together is the memory that it reports. */
 static bool is_part(int index, const struct device *whole)
 {
     const struct device *part = machine_at(index);
@@ -132,7 +132,7 @@ API int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *instance, void **hand
     return give(device == NULL || !device->instance ? NULL : gpu_at(device->gpu), handle, NVML_INVALID_ARGUMENT);
 }
 
-/* nvmlMemory_t, and nvmlMemory_v2_t with what the driver keeps for itself */
+/* nvmlMemory_t, and nvmlMemory_v2_t with the driver's reserve */
 struct memory {
     unsigned long long total, free, used;
 };
@@ -193,7 +193,7 @@ API int nvmlDeviceGetComputeRunningProcesses_v2(void *handle, unsigned *count, s
     return nvmlDeviceGetComputeRunningProcesses_v3(handle, count, processes);
 }
 
-/* nvmlProcessInfo_v1_t, which torch asks for when memory runs out (c10/cuda/CUDACachingAllocator.cpp) */
+/* nvmlProcessInfo_v1_t, which torch reads when memory runs out (c10/cuda/CUDACachingAllocator.cpp) */
 struct process_v1 {
     unsigned pid;
     unsigned long long used;
@@ -282,7 +282,7 @@ API int nvmlDeviceGetTemperature(void *handle, IGNORED int sensor, unsigned *cel
 
 API int nvmlDeviceGetPowerUsage(void *handle, unsigned *milliwatts) { return answer(handle, milliwatts, 50000); }
 
-/* The rate of CLOCK_RATE in properties.c, whatever clock is asked for. */
+/* The rate of CLOCK_RATE in properties.c, for any clock. */
 API int nvmlDeviceGetClockInfo(void *handle, IGNORED int clock, unsigned *megahertz)
 {
     return answer(handle, megahertz, 1000);
@@ -293,7 +293,7 @@ API int nvmlDeviceGetMaxClockInfo(void *handle, int clock, unsigned *megahertz)
     return nvmlDeviceGetClockInfo(handle, clock, megahertz);
 }
 
-/* Every CPU is near to the GPU: the machine has one node. */
+/* Every CPU is near to the GPU: the machine has one NUMA node. */
 API int nvmlDeviceGetCpuAffinity(void *handle, unsigned words, unsigned long *cpus)
 {
     const unsigned bits = 8 * sizeof *cpus;
@@ -357,7 +357,7 @@ API int nvmlDeviceGetNvLinkRemotePciInfo_v2(IGNORED void *handle, IGNORED unsign
     return NVML_NOT_SUPPORTED;
 }
 
-/* The beginning of nvmlGpuFabricInfoV_t. A GPU without a fabric says so in its state, 0, and its cluster is none. */
+/* The beginning of nvmlGpuFabricInfoV_t. A GPU without a fabric has the state 0 and no cluster. */
 struct fabric {
     unsigned version;
     unsigned char cluster[16];

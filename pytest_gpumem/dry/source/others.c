@@ -29,7 +29,7 @@ API int cufftXtMakePlanMany(IGNORED int plan, IGNORED int rank, IGNORED void *n,
     return SUCCESS;
 }
 
-/* A plan is kept and used again: its use is the call whose workspace is left out. */
+/* Plans are kept and reused, so the missing workspace is recorded at each use. */
 API int cufftXtExec(IGNORED int plan, IGNORED void *in, IGNORED void *out, IGNORED int direction)
 {
     library_leaves_out("cufftXtExec");

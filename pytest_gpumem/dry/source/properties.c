@@ -1,4 +1,4 @@
-/* What a program can ask of a device: attributes by number, and cudaDeviceProp, whose fields are mostly attributes. */
+/* The properties of a device: attributes by number, and cudaDeviceProp, whose fields are mostly attributes. */
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -55,8 +55,8 @@ enum attribute {
 };
 
 /* Values that all GPUs since Volta share: "CUDA C++ Programming Guide", "Technical Specifications per Compute
- * Capability". Clock rates are round numbers: the device has no clock. Fabric handles, multicast and managed memory of
- * another kind are not there. */
+ * Capability". Clock rates are round numbers, as the device has no clock. Fabric handles, multicast and other kinds of
+ * managed memory are not supported. */
 static int64_t attribute_of(const struct device *device, int attribute)
 {
     switch (attribute) {
@@ -149,7 +149,7 @@ API int cuDeviceGetAttribute(int *value, int attribute, int index)
     return cudaDeviceGetAttribute(value, attribute, index);
 }
 
-/* Fields of cudaDeviceProp that are attributes, in bytes from its beginning. CUDA 13 took out clock rates, compute and
+/* Fields of cudaDeviceProp that are attributes, with their offsets in bytes. CUDA 13 removed clock rates, compute and
  * memory modes, so that later fields moved forward. */
 static const struct {
     unsigned short at_12, at_13, size;
@@ -201,7 +201,7 @@ enum { SIZE_12 = 1032, SIZE_13 = 1008, NAME_AT = 0, UUID_AT = 256, TOTAL_MEMORY_
 API int cudaGetDeviceProperties(char *properties, int index)
 {
     const struct device *device = device_at(index);
-    shared_join(); /* torch asks when it makes its context */
+    shared_join(); /* torch reads the properties when it makes its context */
     if (device == NULL)
         return fail(INVALID_DEVICE);
     memset(properties, 0, CUDA_VERSION < 13000 ? SIZE_12 : SIZE_13);
@@ -219,5 +219,5 @@ API int cudaGetDeviceProperties(char *properties, int index)
     return SUCCESS;
 }
 
-/* CUDA 12 gave the structure of 1032 bytes a name of its own. */
+/* CUDA 12 has a separate name for the function with the structure of 1032 bytes. */
 API int cudaGetDeviceProperties_v2(char *properties, int index) { return cudaGetDeviceProperties(properties, index); }

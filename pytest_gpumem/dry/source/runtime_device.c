@@ -55,8 +55,8 @@ API int cudaDeviceCanAccessPeer(int *can, int device, int peer)
     return SUCCESS;
 }
 
-/* What a kernel uses of its multiprocessor is not known: 32 registers, no shared memory of its own. cub chooses its
- * tuning, and with it sizes of temporaries, by the version of PTX. */
+/* The resources of a kernel are unknown: this returns 32 registers and no static shared memory. CUB chooses its tuning,
+ * and so the sizes of temporaries, by the PTX version. */
 API int cudaFuncGetAttributes(struct function_attributes *attributes, IGNORED const void *function)
 {
     const struct device *device = device_at(current_device());

@@ -82,7 +82,7 @@ API int cudaPointerGetAttributes(struct pointer_attributes *attributes, const vo
     return SUCCESS;
 }
 
-/* A copy that the host waits for tells it that the stream's work is done. */
+/* After a synchronous copy the host knows that the stream's work is done. */
 API int cudaMemcpy(void *to, const void *from, size_t size, IGNORED int direction)
 {
     memory_copy(to, from, size);
@@ -190,7 +190,7 @@ API int cudaMemPoolSetAttribute(struct pool *pool, int attribute, IGNORED void *
     return SUCCESS;
 }
 
-/* A variable of device code, which kernels would read: real memory, so that copies to it have somewhere to go. */
+/* A variable of device code, which only kernels would read: host memory as the target of copies. */
 API int cudaGetSymbolAddress(void **address, IGNORED const void *symbol)
 {
     return taken(address, 64 * KIB, HOST_MEMORY);

@@ -1,9 +1,9 @@
-/* How much of each GPU the processes of this machine hold.
+/* The memory of each GPU that the processes of this machine hold.
  *
- * A process has the GPUs for itself, so that its numbers depend on no other one. Where
- * PYTEST_GPUMEM_DRY_SHARED names a folder, all processes with the same GPUs and the same folder have them together, as
- * on a machine with GPUs: what one holds is missing for the others, and NVML lists them all. They meet in a file with a
- * slot for each process. The slot of a process that was killed is one whose process does not exist.
+ * By default a process has its own GPUs, so that its numbers do not depend on other processes. If
+ * PYTEST_GPUMEM_DRY_SHARED names a folder, all processes with the same GPUs and the same folder share them, as on a
+ * machine with GPUs: memory of one is not available to the others, and NVML lists all of them. They share a file with a
+ * slot for each process. A slot whose process no longer exists is free.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -23,7 +23,7 @@ enum { MOST_PROCESSES = 256, MOST_SHARED = 16 };
 
 struct slot {
     atomic_int pid;         /* 0: free */
-    _Atomic uint64_t start; /* of that process, which tells it from a later one of the same number */
+    _Atomic uint64_t start; /* start time of that process, which differs from that of a later one with the same PID */
     _Atomic int64_t used[MOST_SHARED];
 };
 
@@ -62,7 +62,7 @@ static void open_table(void)
     slots = MOST_PROCESSES;
 }
 
-/* When a process began, in ticks: field 22 of /proc/PID/stat, behind the name, which may hold anything. */
+/* Start time of a process in ticks: field 22 of /proc/PID/stat, counted from the name, which may contain spaces. */
 static uint64_t start_of(int pid)
 {
     char path[64], text[1024];
@@ -93,7 +93,7 @@ static void leave(void)
     own = NULL;
 }
 
-/* A child has no memory of its own yet, and takes a slot of its own when it has. */
+/* A forked child holds no device memory yet; it gets a slot when it allocates some. */
 static void forget_own(void)
 {
     own = NULL;
@@ -141,7 +141,7 @@ bool shared_take(int device, size_t size)
 {
     shared_join();
     if (own == NULL || device >= MOST_SHARED)
-        return true; /* more processes or GPUs than are counted */
+        return true; /* there are more processes or GPUs than the file has room for */
     atomic_fetch_add(&own->used[device], (int64_t)size);
     if (used_by_all(device) <= (int64_t)machine_at(device)->memory)
         return true;

@@ -1,8 +1,8 @@
-/* Functions of NVIDIA's libraries that do nothing but write: sizes of workspaces, new descriptors.
+/* Functions of NVIDIA's libraries that only write a result: sizes of workspaces, new descriptors.
  *
- * Which of its arguments such a function writes is all that matters of it. Every argument before that one is an
- * integer or an address, and both the System V ABI of x86-64 and the AAPCS64 pass each of those in a register or a slot
- * of eight bytes, so they are declared as words.
+ * Only the position of the argument that points to the result matters. Every argument before it is an integer or an
+ * address, which both the System V ABI of x86-64 and the AAPCS64 pass in a register or a slot of eight bytes, so they
+ * are declared as words.
  */
 #ifndef SIZES_H
 #define SIZES_H
@@ -35,7 +35,7 @@
 #define AFTER_19 AFTER_18, WORD s
 #define AFTER_21 AFTER_19, WORD t, WORD u
 
-/* WRITES(name, arguments before it, type of what is written, value) */
+/* WRITES(name, number of arguments before the result, type of the result, value) */
 #define WRITES(name, count, type, value)                                                                               \
     API int name(AFTER_##count, type *written)                                                                         \
     {                                                                                                                  \
@@ -43,7 +43,7 @@
         return 0;                                                                                                      \
     }
 
-/* The size of a workspace that only the library knows: none, and the numbers say so. */
+/* The size of a workspace that only the library knows: 0, and the call is recorded. */
 #define LEAVES_OUT(name, count, type)                                                                                  \
     API int name(AFTER_##count, type *written)                                                                         \
     {                                                                                                                  \
@@ -52,7 +52,7 @@
         return 0;                                                                                                      \
     }
 
-/* The sizes of such a workspace on the device and of one on the host. */
+/* The same for a workspace on the device and one on the host. */
 #define LEAVES_OUT_BOTH(name, count)                                                                                   \
     API int name(AFTER_##count, size_t *on_device, size_t *on_host)                                                    \
     {                                                                                                                  \
@@ -61,28 +61,28 @@
         return 0;                                                                                                      \
     }
 
-/* What a solver tells of its success lies on the device: 0, and memory that was used before may hold anything. Of
- * several matrices it tells of each; their number comes behind it, or behind one more argument. */
+/* A solver writes its status to the device: 0, because the memory may contain old data. A batched solver writes one for
+ * each matrix; the number of matrices is the next argument or the one after it. */
 #define SUCCEEDS(name, count)                                                                                          \
-    API int name(AFTER_##count, int *told)                                                                             \
+    API int name(AFTER_##count, int *info)                                                                             \
     {                                                                                                                  \
-        *told = 0;                                                                                                     \
+        *info = 0;                                                                                                     \
         return 0;                                                                                                      \
     }
 #define ALL_SUCCEED(name, count)                                                                                       \
-    API int name(AFTER_##count, int *told, int batch)                                                                  \
+    API int name(AFTER_##count, int *info, int batch)                                                                  \
     {                                                                                                                  \
-        memset(told, 0, (size_t)batch * sizeof *told);                                                                 \
+        memset(info, 0, (size_t)batch * sizeof *info);                                                                 \
         return 0;                                                                                                      \
     }
 #define ALL_SUCCEED_BY_SETTINGS(name, count)                                                                           \
-    API int name(AFTER_##count, int *told, WORD settings, int batch)                                                   \
+    API int name(AFTER_##count, int *info, WORD settings, int batch)                                                   \
     {                                                                                                                  \
-        memset(told, 0, (size_t)batch * sizeof *told);                                                                 \
+        memset(info, 0, (size_t)batch * sizeof *info);                                                                 \
         return 0;                                                                                                      \
     }
 
-/* A library is given the stream of the call that follows. */
+/* Sets the stream of a library's next call. */
 #define SETS_STREAM(name)                                                                                              \
     API int name(WORD handle, void *stream)                                                                            \
     {                                                                                                                  \

@@ -1,10 +1,10 @@
-/* Streams, events, and what the host knows to be done.
+/* Streams, events, and the work that the host knows to be done.
  *
- * Kernels take no time here, but on a GPU they do: a block that another stream has used is free again only when that
- * stream's work is done, which torch's allocator asks by events (process_events of c10/cuda/CUDACachingAllocator.cpp).
- * A GPU whose steps are long answers "not ready" until the host has waited, and so does the dry device, to the allocator.
- * Everyone else who asks hears that all is done, and from then on it is; but a stream on which torch.cuda._sleep was
- * called is busy until the host has waited for it.
+ * Kernels take no time here, but on a GPU they do: a block that another stream has used can be reused only after that
+ * stream's work, for which torch's allocator queries events (process_events of c10/cuda/CUDACachingAllocator.cpp). A
+ * GPU with long steps returns "not ready" until the host has waited, and so does the dry device to the allocator. A
+ * query by other code returns that all work is done, which then also holds for the allocator; but a stream on which
+ * torch.cuda._sleep was called is busy until the host has waited for it.
  */
 #define _GNU_SOURCE
 #include <link.h>
@@ -114,7 +114,7 @@ int stream_add_node(void *handle)
     return capture->broken ? fail(CAPTURE_INVALIDATED) : capture_add_node(stream);
 }
 
-/* Of a kernel, or of the call of a library that launches some. */
+/* Adds a node for a kernel, or for a library call that launches some. */
 int stream_add_kernel(void *handle)
 {
     written_by_kernel();
@@ -143,7 +143,7 @@ API int cudaStreamCreateWithFlags(struct stream **handle, unsigned flags)
 
 API int cudaStreamCreate(struct stream **handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
 
-/* Events may still point at the stream: it stays in memory. */
+/* Events may still point to the stream, so its memory is not freed. */
 API int cudaStreamDestroy(void *handle)
 {
     stream_finish(handle);
@@ -182,7 +182,7 @@ API int cudaDeviceSynchronize(void)
     return SUCCESS;
 }
 
-/* Whether the event was recorded in a capture that goes on. */
+/* Whether the event was recorded in a capture that has not ended. */
 static bool is_captured(const struct event *event)
 {
     const struct capture *capture = event->stream->capture;
@@ -273,7 +273,7 @@ static int look_at_library(struct dl_phdr_info *library, IGNORED size_t size, vo
 
 static bool is_allocator(void *caller)
 {
-    static __thread void *known; /* the allocator asks from one place */
+    static __thread void *known; /* the allocator queries from one call site */
     if (caller == known)
         return true;
     struct search search = {(uintptr_t)caller, false};
@@ -294,7 +294,7 @@ API int cudaEventQuery(struct event *event)
     return cudaEventSynchronize(event);
 }
 
-/* The clock stands still: any two events are a millisecond apart, so that who compares times takes the first. */
+/* There is no clock: any two events are a millisecond apart, so that code that compares times chooses the first. */
 API int cudaEventElapsedTime(float *milliseconds, struct event *start, struct event *end)
 {
     if (start->stream == NULL || end->stream == NULL || start->stream->device != end->stream->device)
@@ -303,7 +303,7 @@ API int cudaEventElapsedTime(float *milliseconds, struct event *start, struct ev
     return SUCCESS;
 }
 
-/* CUDA 12.8 has a second version, with other rules for events that were not recorded. */
+/* CUDA 12.8 added a second version, with different rules for events that were not recorded. */
 API int cudaEventElapsedTime_v2(float *milliseconds, struct event *start, struct event *end)
 {
     return cudaEventElapsedTime(milliseconds, start, end);

@@ -7,21 +7,21 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Later work of a stream, behind its position `at`, comes after `until` of another stream. */
+/* Work of a stream after its position `at` waits for position `until` of another stream. */
 struct dependency {
     uint64_t at, until;
     struct stream *on;
     struct dependency *next;
 };
 
-/* A node of a graph and those before it, of the same graph. */
+/* A node of a graph, and the nodes of the graph that it depends on. */
 struct node {
     struct node *older; /* in the graph */
     size_t count;
     struct node *before[];
 };
 
-/* The nodes that the next one of a captured stream, or of a stream that waits for a captured event, comes after. */
+/* The nodes on which the next node of a captured stream, or of one that waits for a captured event, depends. */
 struct frontier {
     size_t count;
     struct node **nodes;
@@ -30,8 +30,8 @@ struct frontier {
 struct stream {
     int device, priority;
     uint64_t issued, done;
-    uint64_t slept; /* the first position that sleeps, if it lies behind `done` */
-    struct capture *capture; /* NULL: what is called happens now */
+    uint64_t slept; /* the position of the first sleep, if it is after `done` */
+    struct capture *capture; /* NULL: calls are executed, not captured */
     struct frontier last;
     struct dependency *dependencies;
     struct stream *next;
@@ -47,7 +47,7 @@ struct event {
 struct graph {
     size_t nodes;
     struct node *newest;
-    struct graph *bodies, *next; /* of conditional nodes; of the same node's graph */
+    struct graph *bodies, *next; /* graphs of conditional nodes; the next one of the same graph */
 };
 
 /* A capture, of one stream and of those that wait for events in it. */
@@ -55,13 +55,13 @@ struct capture {
     unsigned long long number;
     struct graph *graph;
     int mode;
-    pthread_t thread; /* that has begun it */
-    bool broken;      /* by a call that no graph can contain: every further call fails, until the capture ends */
+    pthread_t thread; /* the thread that began it */
+    bool broken;      /* after a call that no graph can contain: every further call fails, until the capture ends */
     struct capture *next;
 };
 
 /* captures.c */
-int capture_break(struct capture *capture); /* returns the error of the call that does it */
+int capture_break(struct capture *capture); /* returns the error for the call that breaks it */
 int capture_add_node(struct stream *stream);
 int frontier_join(struct frontier *frontier, const struct frontier *other);
 

@@ -1,10 +1,9 @@
 /* Threads at the end of the process.
  *
- * A thread that asks for Python's lock while the interpreter ends is ended by pthread_exit, up to Python 3.13
- * (take_gil of Python/ceval_gil.h). In a thread of autograd, which gives back Python objects when a backward pass is
- * over, that ends the process: "terminate called without an active exception". On a GPU the pass is over much earlier
- * than the host has waited for it; here it is over just now. Such a thread waits for the end of the process, as in
- * Python 3.14.
+ * Up to Python 3.13 a thread that requests the GIL while the interpreter finalizes is ended by pthread_exit (take_gil
+ * of Python/ceval_gil.h). In a thread of autograd, which releases Python objects after a backward pass, that aborts the
+ * process: "terminate called without an active exception". On a GPU the pass ends long before the host has waited for
+ * the device; here it may end during finalization. So the thread waits for the end of the process, as in Python 3.14.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

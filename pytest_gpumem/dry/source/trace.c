@@ -1,4 +1,4 @@
-/* A record of calls on stderr, for who looks for the call that a library answers wrongly. */
+/* A log of calls on stderr, to find a call with a wrong result. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>

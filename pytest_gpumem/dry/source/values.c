@@ -1,7 +1,7 @@
-/* What a read of the device's memory yields that no copy has brought: an answer that was left for it, else zeros.
+/* Reads of device memory with unknown values: they return an answer that was stored before, else zeros.
  *
- * Sizes that a kernel counts (nonzero, unique) are read by torch's own code from memory that no operator hands out. Who
- * has computed the operator on the CPU leaves the answer here, for the next such read of the thread.
+ * torch's own code reads sizes that kernels count (nonzero, unique) from internal memory. After Python has computed the
+ * operator on the CPU, it stores the answer here for the next such read of the thread.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -10,24 +10,24 @@
 
 #include "dry.h"
 
-/* Python's: returns an exception's type, for the thread that reads, or NULL. */
-typedef void *told_function(size_t size);
+/* A function of Python: returns an exception's type, for the thread that reads, or NULL. */
+typedef void *unknown_read_function(size_t size);
 
-static told_function *told; /* is told of each read that nothing answers */
+static unknown_read_function *on_unknown_read; /* called for each read without an answer */
 static __thread const int64_t *answers; /* the next one */
 static __thread size_t left;
 
-static unsigned listeners = 1;        /* that have been told until now */
+static unsigned listeners = 1;        /* number of functions set so far */
 static __thread unsigned interrupted; /* which of them has interrupted the thread */
 
-/* Small copies alone bring values, until values of any size are computed. */
+/* Whether copies of any size write values, and not only small ones. */
 static bool unbounded;
 
 bool values_interrupted(void) { return interrupted == listeners; }
 
 bool values_are_copied(size_t size, size_t most) { return unbounded || size <= most; }
 
-/* Raise an exception in this thread as soon as it is back in Python, which the caller is not. */
+/* Raise an exception in this thread as soon as it returns to Python. */
 static void interrupt(void *exception)
 {
     int (*ensure)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
@@ -43,27 +43,27 @@ static void interrupt(void *exception)
 
 void values_answer(void *to, size_t size)
 {
-    memset(to, 0, size); /* the host's memory may hold anything */
+    memset(to, 0, size); /* the host's memory may contain old data */
     size_t count = (size + sizeof *answers - 1) / sizeof *answers;
     if (count <= left) {
-        memcpy(to, answers, size); /* of a number the least significant bytes come first */
+        memcpy(to, answers, size); /* little-endian: the least significant bytes come first */
         answers += count;
         left -= count;
         return;
     }
-    /* With an exception under way no more of Python can run in the thread, who is told neither. */
-    if (told == NULL || values_interrupted())
+    /* While an exception is pending, Python code must not run in the thread. */
+    if (on_unknown_read == NULL || values_interrupted())
         return;
-    void *exception = told(size);
+    void *exception = on_unknown_read(size);
     if (exception != NULL) {
         interrupted = listeners;
         interrupt(exception);
     }
 }
 
-API void pytest_gpumem_dry_tell(told_function *function)
+API void pytest_gpumem_dry_tell(unknown_read_function *function)
 {
-    told = function;
+    on_unknown_read = function;
     listeners++;
 }
 
@@ -82,7 +82,7 @@ API void pytest_gpumem_dry_know(const void *start, size_t size) { written_note(s
 
 API void pytest_gpumem_dry_forget(const void *start, size_t size) { written_drop(start, size); }
 
-/* Leave answers for the reads that follow, until others are left; a read of 16 bytes takes two. */
+/* Store answers for the next reads, in place of earlier ones; a read of 16 bytes uses two. */
 API void pytest_gpumem_dry_answer(const int64_t *numbers, size_t count)
 {
     answers = numbers;

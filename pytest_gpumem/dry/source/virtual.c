@@ -1,5 +1,5 @@
-/* Virtual memory of the driver, on which torch's expandable segments are built: addresses are reserved, physical
- * memory of a device is taken and mapped to them. */
+/* Virtual memory of the driver, which torch's expandable segments use: addresses are reserved, and physical memory of a
+ * device is allocated and mapped to them. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -14,7 +14,7 @@ struct physical {
     int device, references;
 };
 
-/* The beginning of CUmemAllocationProp: kind of allocation, of handle, and where it is. */
+/* The beginning of CUmemAllocationProp: kinds of allocation and handle, and the location. */
 struct allocation_properties {
     int type, handle_types, location_type, location;
 };

@@ -1,11 +1,11 @@
-/* What copies and memset have brought to the device: where each range begins and ends.
+/* The ranges of device memory that copies and memset have written.
  *
- * A kernel writes nothing. So a number can be read only where a copy has brought it since its block was allocated
- * (allocations.c); every other number reads as zero.
+ * A kernel writes nothing. So a value is known only if a copy has written it since its block was allocated
+ * (allocations.c); every other value reads as zero.
  *
- * Copies on the device and memset are often the first step of an operator whose kernel then writes there, as scatter
- * copies its input. Such a copy is known until the next kernel, whichever memory that writes, unless operators are
- * followed one by one: then it is known what each has written.
+ * A copy on the device or a memset is often the first step of an operator whose kernel then writes to the same memory:
+ * scatter copies its input. Such values are known until the next kernel of any kind, unless operators are followed:
+ * then Python records the values that each of them writes.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -15,7 +15,7 @@
 
 struct copy {
     uintptr_t start, end;
-    unsigned long kernels; /* launched when it was made, where the next one ends it; else 0 */
+    unsigned long kernels; /* number of launches so far, if the next kernel ends the copy; else 0 */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -35,7 +35,7 @@ static bool is_over(const struct copy *copy)
     return !followed && copy->kernels && copy->kernels != __atomic_load_n(&kernels, __ATOMIC_RELAXED);
 }
 
-/* Position of the first copy that ends behind the address. */
+/* Position of the first copy that ends after the address. */
 static size_t position_of(uintptr_t address)
 {
     size_t low = 0, high = count;
@@ -59,7 +59,7 @@ static void make_room(void)
         abort();
 }
 
-/* Replace what is known of the range by the new one, or by nothing; what lies before and behind it stays known. */
+/* Mark the range as known or unknown; parts of earlier ranges before and after it stay known. */
 static void replace(const void *address, size_t size, bool known, unsigned long until)
 {
     struct copy added[3];
@@ -91,7 +91,7 @@ void written_note_within(const void *address, size_t size)
 
 void written_drop(const void *address, size_t size) { replace(address, size, false, 0); }
 
-/* How many parts of the range are known; offsets and sizes of as many as there is room for. */
+/* Returns how many parts of the range are known; writes offsets and sizes of at most `most` of them. */
 API size_t pytest_gpumem_dry_written(const void *address, size_t size, int64_t *parts, size_t most)
 {
     uintptr_t start = (uintptr_t)address, end = start + size;

@@ -1,9 +1,9 @@
-"""A dispatch key of its own, which operators pass before they reach the device.
+"""Kernels at an unused dispatch key, through which operators pass before they reach the device.
 
-``Fake`` of c10/core/DispatchKey.h lies below autograd and autocast and above the backends, and
-torch itself has no kernel there (2.6 to 2.15). Unlike a dispatch mode it changes nothing of what
-torch does: gradients are accumulated in place, and formulas write in place, only where no mode is
-on (``isTensorSubclassLike`` of aten/src/ATen/TensorSubclassLikeUtils.h).
+The key ``Fake`` of c10/core/DispatchKey.h is below autograd and autocast and above the backends,
+and torch registers no kernels at it (2.6 to 2.15). A dispatch mode would change torch's behaviour:
+gradients are accumulated in place, and formulas write in place, only if no mode is active
+(``isTensorSubclassLike`` of aten/src/ATen/TensorSubclassLikeUtils.h).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ KEY: Any = _parse("Fake")
 _SET = torch._C.DispatchKeySet(KEY)
 
 Follow = Callable[[Any, Args, Kwargs], Any]
-"""(operator, arguments, named arguments) -> its result."""
+"""Function of an operator, its arguments and keyword arguments; returns the operator's result."""
 
 _LEFT_OUT = frozenset({"aten::_unsafe_view", "aten::result_type"})
-"""A view that its schema does not declare, and an operator without memory that Python cannot call
-with the numbers that C++ gives it."""
+"""A view whose schema does not declare it, and an operator without memory that Python cannot call
+with the arguments that C++ passes."""
 
 
 class _Followed:
@@ -41,26 +41,26 @@ _registered: set[str] = set()
 
 _frames: Any = torch._C._dynamo.eval_frame
 _set_eval_frame: Any = _frames.set_eval_frame
-"""Dynamo compiles any Python code that compiled code calls, the follower's own too, unless this
-turns it off, as ``torch._dynamo.disable`` does."""
+"""Function that turns Dynamo off for Python code called by compiled code, such as these kernels,
+as ``torch._dynamo.disable`` does."""
 
 
-_NAMELESS = frozenset({"prim", "prims", "profiler"})
+_EXCLUDED_NAMESPACES = frozenset({"prim", "prims", "profiler"})
 """Namespaces without device kernels, or closed to other libraries."""
 
 
 @contextmanager
 def follow_operators(follow: Follow, *, of_torch: bool = False) -> Iterator[None]:
-    """Call ``follow`` for every operator inside, of this thread and those that it starts.
+    """Call ``follow`` in place of every operator inside, in this thread and those that it starts.
 
-    Or for those ``of_torch`` alone: libraries that have been loaded since may be left out.
+    With ``of_torch``, operators of libraries that were loaded since the last call may be left out.
     """
     if not (of_torch and _registered):  # reading all schemas takes 40 ms
         _register()
     patches = Patches()
     patches.add(threading.Thread, "start", _start_followed)
     patches.add(_Followed, "by", staticmethod(follow))
-    # A higher-order operator (``cond``) has no kernel at ours.
+    # A higher-order operator (``cond``) has no kernel at this key.
     compute: Any = torch._ops._compute_keyset
     patches.add(
         torch._ops,
@@ -86,14 +86,14 @@ def _start_followed(thread: threading.Thread) -> None:
     _start(thread)
 
 
-def unseen() -> AbstractContextManager[None]:
-    """Return a context in which operators go by."""
+def not_followed() -> AbstractContextManager[None]:
+    """Return a context in which operators are not followed."""
     guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_SET)
     return guard
 
 
-def seen() -> AbstractContextManager[None]:
-    """Return a context in which operators are followed again, inside one in which they go by."""
+def followed_again() -> AbstractContextManager[None]:
+    """Return a context, inside :func:`not_followed`, in which operators are followed again."""
     include = torch._C._dispatch_tls_local_include_set() | _SET
     exclude = torch._C._dispatch_tls_local_exclude_set() - _SET
     guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude)
@@ -101,9 +101,9 @@ def seen() -> AbstractContextManager[None]:
 
 
 def _register() -> None:
-    """Register kernels at the key, for operators loaded since the last call too.
+    """Register kernels at the key, also for operators loaded since the last call.
 
-    Views are left out: they have their bases' memory. Each operator has a kernel of its own:
+    Views are left out: they share their bases' memory. Each operator needs its own kernel, because
     under dispatch modes torch finds no fallback in Python (``python_op_registration_trampoline``
     of torch/csrc/utils/python_dispatch.cpp).
     """
@@ -116,7 +116,7 @@ def _register() -> None:
             _registered.add(name)
             namespace = schema.name.partition("::")[0]
             has_kernel = not is_view(schema) and schema.name not in _LEFT_OUT
-            if namespace not in _NAMELESS and has_kernel:
+            if namespace not in _EXCLUDED_NAMESPACES and has_kernel:
                 _library(namespace).impl(name, _kernel_of(schema), "Fake")
 
 
@@ -134,11 +134,11 @@ def _kernel_of(schema: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal operator
-        # A custom operator may have been defined again, as by a test that runs twice.
+        # A custom operator may be defined again, for example by a test that runs twice.
         if operator is None or namespace != "aten":
             operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         if _Followed.by is None:
-            with unseen():
+            with not_followed():
                 return operator(*args, **kwargs)
         compiling = _set_eval_frame(None)
         try:
@@ -150,7 +150,7 @@ def _kernel_of(schema: Any) -> Callable[..., Any]:
         finally:
             _set_eval_frame(compiling)
 
-    # Dynamo leaves out the function itself, by the name of torch 2.6 or of later ones.
+    # Dynamo is told to skip the function itself; torch 2.6 has another function for that.
     if hasattr(_frames, "skip_code"):
         _frames.skip_code(run.__code__)
     else:

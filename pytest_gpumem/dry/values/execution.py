@@ -1,7 +1,7 @@
 """Operators on the dry device, each followed by its CPU kernel.
 
-Torch's own code runs first, and allocates as on a GPU. Then the CPU computes the known values, by
-the rules of the simulated device, into the memory of the device.
+Torch's own code runs first, and allocates as on a GPU. Then the CPU computes the values, if those
+of the arguments are known, into the memory of the device, by the rules of the simulated device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pytest_gpumem.dry.values import sizes
-from pytest_gpumem.dry.values.dispatch import seen, unseen
+from pytest_gpumem.dry.values.dispatch import followed_again, not_followed
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.libraries import Libraries, Parts, is_composite
@@ -31,13 +31,13 @@ from pytest_gpumem.simulated.machine.values.operator import Operator
 _OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
 _READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::allclose"})
 _COMPARISONS = _READS - {"aten::_local_scalar_dense"}
-"""Operators that read two tensors as a whole, without reads of their parts."""
+"""Operators that read two tensors as a whole, and not by reads of their elements."""
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 _ONLY_COPIES = _COPIES | {"aten::clone", "aten::cat", "aten::stack", "aten::lift_fresh_copy"}
-"""Operators whose results have no other values than those of their arguments."""
+"""Operators whose results only contain values of their arguments."""
 _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
-"""Operators whose schema declares a write to the tensor, though only its block is changed."""
+"""Operators whose schema declares a write to the tensor, though they only change its storage."""
 _DECIDING = frozenset(
     f"aten::{name}"
     for name in (
@@ -46,16 +46,18 @@ _DECIDING = frozenset(
         *("_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned"),
     )
 )
-"""Operators whose kernel decides by the results of others that it calls.
+"""Operators whose C++ code depends on values computed by operators that it calls (2.6 to 2.15):
 
-By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp); by how many
-elements differ what to sort (isin_sorting of native/TensorCompare.cpp); by lengths whether they are
-valid (segment_reduce_kernel of native/SegmentReduce.cpp); by a mask how many elements to fill up
-(masked_scatter_backward_symint of native/TensorAdvancedIndexing.cpp), which indices are no padding
-(embedding_sparse_backward of native/Embedding.cpp) and what sequences to pack
-(NestedTensor_nested_tensor_from_mask of native/nested/NestedTensorMath.cpp); by extremes the scale
-(quantize_per_tensor_dynamic of native/quantized/QTensor.cpp), torch 2.6 to 2.15. So do most of
-sparse tensors, as by a matrix, once coalesced, how many elements to multiply
+- norms determine the number of squarings (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp);
+- the number of distinct elements, the sorted tensors (isin_sorting of native/TensorCompare.cpp);
+- lengths, whether they are valid (segment_reduce_kernel of native/SegmentReduce.cpp);
+- a mask, the number of elements to pad (masked_scatter_backward_symint of
+  native/TensorAdvancedIndexing.cpp), the indices without padding (embedding_sparse_backward of
+  native/Embedding.cpp), the packed sequences (NestedTensor_nested_tensor_from_mask of
+  native/nested/NestedTensorMath.cpp);
+- minimum and maximum, the scale (quantize_per_tensor_dynamic of native/quantized/QTensor.cpp).
+
+Most operators of sparse tensors do so, too: a coalesced matrix determines the number of products
 (s_addmm_out_sparse_dense_cuda of native/sparse/cuda/SparseCUDATensorMath.cu).
 """
 _COO = (torch.strided, torch.sparse_coo)
@@ -84,14 +86,14 @@ class Execution:
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def _renew_lock(self) -> None:
-        """Make a lock for threads, whose operators are followed one after the other."""
+        """Make a new lock, which lets one thread at a time follow an operator."""
         self._lock = threading.RLock()
 
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run ``func`` and compute its values."""
         if torch._C._get_dispatch_mode(_FAKE) is not None:
-            # A compiler traces it: there is no tensor, and shapes are all it has.
-            with unseen():
+            # A compiler traces the operator with fake tensors, which have no values.
+            with not_followed():
                 return func(*args, **kwargs)
         tensors = list(raw.tensors_in((args, kwargs)))
         kinds = {tensor.__class__ for tensor in tensors} - raw.PLAIN
@@ -103,19 +105,19 @@ class Execution:
         if isinstance(handler, Parts):
             if not any(tensor.is_nested for tensor in tensors):
                 return handler(args, kwargs)
-            # Nested tensors may have a kernel of their own, below which others are not seen.
+            # Nested tensors may have a special kernel, which calls no operators.
             handler = partial(self._compute, Operator.of(func))
         inside = self._libraries.entered()
-        with self._lock, unseen(), torch._C.DisableTorchFunction(), inside:
-            with torch._C._DisableTorchDispatch():  # a mode of the program's does not see it
+        with self._lock, not_followed(), torch._C.DisableTorchFunction(), inside:
+            with torch._C._DisableTorchDispatch():  # hides this from dispatch modes of the program
                 self._values.end()
                 self._values.track(tensor for tensor in tensors if tensor.is_cuda)
             return handler(args, kwargs)
 
     def _with_subclasses(self, func: Any, kinds: set[Any], args: Args, kwargs: Kwargs) -> Any:
-        """Leave ``func`` to tensors that handle operators themselves, as the next key would."""
+        """Run ``func`` by the ``__torch_dispatch__`` of its tensors, as the next key would."""
         if torch._C._len_torch_dispatch_stack() or FakeTensor in kinds:
-            with unseen():
+            with not_followed():
                 return func(*args, **kwargs)
         for kind in sorted(kinds, key=lambda each: -len(each.__mro__)):
             result = kind.__torch_dispatch__(func, tuple(kinds), args, kwargs)
@@ -144,16 +146,16 @@ class Execution:
     def _compute(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator, and then its CPU kernel."""
         values, func = self._values, operator.func
-        if self._storages.unknown_on_cpu and self._is_lost((args, kwargs)):
-            return self._of_lost(operator, args, kwargs)
+        if self._storages.unknown_on_cpu and self._has_unknown_inputs((args, kwargs)):
+            return self._run_with_unknown_inputs(operator, args, kwargs)
         if sizes.takes_parts(operator, args) and not is_view(func._schema):
-            return self._of_parts(operator, args, kwargs)
-        # A graph draws at its replay, and only the CPU before CUDA is initialized.
+            return self._compute_parts(operator, args, kwargs)
+        # In a capture, numbers are drawn at the replay; before CUDA is initialized, on the CPU.
         draws = operator.random and torch.cuda.is_initialized()
         if draws and not torch.cuda.is_current_stream_capturing():
             values.random.begin(values.generator_of(kwargs.get("generator")))
         result = self._run(operator, args, kwargs)
-        # Where tensors of a GPU, and of no other kind, are made or written to.
+        # Values are computed only for plain tensors on a GPU.
         first = next((one for one in raw.tensors_in((result, args)) if one.is_cuda), None)
         if first is not None and first.__class__ in raw.PLAIN:
             values.forget_dead()
@@ -162,34 +164,34 @@ class Execution:
             else:
                 with torch._C._DisableTorchDispatch():
                     if operator.name in _DECIDING:
-                        # What others have written inside need not be all: some kernels are called
-                        # without an operator, such as the sums of matrix_exp.
+                        # Operators called inside may have computed only some values: some kernels,
+                        # such as the sums of matrix_exp, are called without an operator.
                         follow = values.replace
                     else:
                         follow = values.make if operator.makes else values.follow
                     follow(operator, args, kwargs, result)
                     if operator.name not in _ONLY_COPIES:
                         values.forget_copied(operator, args, kwargs, result)
-                    self._libraries.made(operator, result)
+                    self._libraries.forget_made(operator, result)
         return result
 
     def _count(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator whose kernel counts elements and returns the number to the host."""
         if not any(tensor.is_cuda for tensor in raw.tensors_in(args)):
             return self._compute(operator, args, kwargs)
-        numbers = sizes.answers(self._values, operator, args, kwargs)
+        numbers = sizes.numbers_read(self._values, operator, args, kwargs)
         if numbers is None:
-            numbers = self._libraries.found()
+            numbers = self._libraries.element_count()
         if numbers is None:
             self._reads.refuse(f"{shown_operator(operator.name)}()")
         with self._memory.answering(numbers):
             return self._compute(operator, args, kwargs)
 
     def _multiply_groups(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
-        """Run products of groups, whose ends torch reads on the host below capability 9.0.
+        """Run a grouped product, whose group ends torch reads on the host below capability 9.0.
 
-        Where they are not known, all groups get the same length: what is allocated does not depend
-        on it, but an empty group's product would not be computed at all, without a workspace
+        If they are unknown, all groups get the same length. Allocations do not depend on the
+        lengths, except that an empty group needs no product and no workspace
         (``_grouped_mm_fallback`` in ATen/native/GroupedMMUtils.h, torch 2.9 to 2.15).
         """
         memory = self._memory
@@ -198,8 +200,8 @@ class Execution:
             return self._compute(operator, args, kwargs)
         place = (ends.data_ptr(), ends.numel() * ends.element_size())
         first, second = args[:2]
-        # The groups divide the columns of the second, where the first has a matrix for each, its
-        # own rows where the second has, and else the dimension that is summed over.
+        # The groups divide the columns of the second tensor if the first has three dimensions, the
+        # rows of the first if the second has three, and else the dimension that is summed over.
         whole = first.shape[-1] if second.dim() == 2 else first.shape[0]
         whole, count = second.shape[-1] if first.dim() == 3 else whole, len(ends)
         equal = torch.tensor([whole * (at + 1) // count for at in range(count)], device="cpu")
@@ -211,7 +213,7 @@ class Execution:
             memory.forget(place)
 
     def _make_sparse(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator that makes a sparse tensor of a size that depends on values."""
+        """Run an operator that makes a sparse tensor whose size depends on values."""
         if not args[0].is_cuda:
             return operator.func(*args, **kwargs)
         parts = sizes.made_sparse(self._values, operator.name, args)
@@ -225,23 +227,23 @@ class Execution:
                 self._values.keep(tensor, part)
         return result
 
-    def _of_parts(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator of sparse or nested tensors, and of dense ones beside them."""
+    def _compute_parts(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator with sparse or nested tensors; compute the values of their parts."""
         values = self._values
-        captured = torch.cuda.is_current_stream_capturing()  # a replay would not compute it anew
+        captured = torch.cuda.is_current_stream_capturing()  # a replay would not compute it again
         made = None if captured else sizes.from_parts(values, operator, args, kwargs)
         result = self._run(operator, args, kwargs)
         known: list[torch.Tensor | None] = [
             part for one in raw.tensors_in(made) for part in sizes.strided_of(one)
         ]
-        if made is None and operator.name == "aten::clone":  # the indices may be known alone
+        if made is None and operator.name == "aten::clone":  # perhaps only the indices are known
             known = [values.known(part) for part in sizes.strided_of(args[0])]
         parts = [part for one in raw.tensors_in(result) for part in sizes.strided_of(one)]
         for at, part in enumerate(parts):
             if not part.is_cuda:  # the sizes of nested tensors
                 continue
             kept = known[at] if len(known) == len(parts) else None
-            if kept is not None and 0 not in part.stride():  # an expanded one is nowhere written
+            if kept is not None and 0 not in part.stride():  # not written to an expanded tensor
                 values.keep(part, kept)
             else:
                 values.mark_unknown(part)
@@ -250,7 +252,7 @@ class Execution:
     def _read(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator that returns a Python number.
 
-        An unknown one is returned if its caller detects that, else a stand-in.
+        An unknown number is returned as it is if the caller checks that, else as a placeholder.
         """
         reads, thread, compares = self._reads, self._reads.thread, operator.name in _COMPARISONS
         if any(tensor.is_cuda for tensor in raw.tensors_in(args)):
@@ -266,7 +268,7 @@ class Execution:
                 return value
         else:
             value = operator.func(*args, **kwargs)
-            if not self._storages.unknown_on_cpu or not self._is_lost(args):
+            if not self._storages.unknown_on_cpu or not self._has_unknown_inputs(args):
                 return value
             thread.unknown += 1
         if thread.expected:
@@ -325,10 +327,10 @@ class Execution:
             follow = values.make if made else values.follow
             follow(operator, args, kwargs, target)
 
-    def _is_lost(self, given: Any) -> bool:
+    def _has_unknown_inputs(self, given: Any) -> bool:
         return any(map(self._storages.is_unknown_on_cpu, raw.tensors_in(given)))
 
-    def _of_lost(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+    def _run_with_unknown_inputs(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of CPU tensors, some of which hold unknown values."""
         func = operator.func
         if sizes.DATA_DEPENDENT & set(func.tags):
@@ -347,7 +349,7 @@ class Execution:
         return result
 
     def _run(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator; where it decides by what it calls, that is followed, too."""
+        """Run an operator; follow the operators that it calls, too, if it uses their values."""
         func = operator.func
         given = [tensor for tensor in raw.tensors_in((args, kwargs)) if tensor.is_cuda]
         is_sparse = any(tensor.layout is not torch.strided for tensor in given)
@@ -360,20 +362,20 @@ class Execution:
         key = next((key for key in keys if has_kernel(func.name(), key.name)), None)
         if key is None:
             return func(*args, **kwargs)
-        with seen():
+        with followed_again():
             if operator.name == "aten::isin" and not isinstance(args[0], torch.Tensor):
                 result = _isin_of_number(func, args, kwargs)
             else:
                 result = func._op_dk(key, *args, **kwargs)
         with torch._C._DisableTorchDispatch():
-            self._values.track(given)  # those inside have ended it
+            self._values.track(given)  # again, because the operators inside have ended it
         return result
 
 
 def _isin_of_number(func: Any, args: Args, kwargs: Kwargs) -> torch.Tensor:
-    """Run ``isin`` of a number, which torch makes a tensor of the device with the type of C++.
+    """Run ``isin`` of a number, which torch's C++ code turns into a tensor on the device.
 
-    Marked as a number, and such a tensor cannot pass through Python (``toPyObject`` of
+    torch marks that tensor as a wrapped number, which cannot pass through Python (``toPyObject`` of
     torch/csrc/jit/python/pybind_utils.cpp, torch 2.6 to 2.15).
     """
     number, others, *flags = args

@@ -1,4 +1,4 @@
-"""The values of a dry device: the known ones, and their use in a test's run."""
+"""The parts that follow values on a dry device, put together for each test."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
 
 
 def _written(stores: Stores, kernel: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the arguments that ``kernel`` may write to: all, where nothing tells.
+    """Return the arguments that ``kernel`` may write to: all of them if that is unknown.
 
     Inductor drops the source of its kernels, but names their arguments by use: ``in_ptr0`` is only
     read (``KernelArgs`` of torch/_inductor/codegen/common.py, torch 2.6 to 2.15).
@@ -90,10 +90,10 @@ Frame = dict[str, Any]
 
 @contextmanager
 def snapshots_without_own() -> Iterator[None]:
-    """Leave the code that follows values out of the stacks of torch's snapshots inside.
+    """Remove this package's frames from the stacks in torch's snapshots inside.
 
-    Operators pass through Python on their way to the device (``dispatch.py``), and the allocator
-    keeps the stack of each allocation. The program's own line stands first again, as on a GPU.
+    Followed operators pass through Python code (``dispatch.py``), which the allocator records with
+    each allocation. Without it, the program's line is the innermost one, as on a GPU.
     """
     taken = torch._C._cuda_memorySnapshot
 
@@ -103,7 +103,7 @@ def snapshots_without_own() -> Iterator[None]:
         blocks = [block for segment in segments for block in segment["blocks"]]
         traces = [entry for trace in snapshot.get("device_traces", []) for entry in trace]
         holders = (*segments, *blocks, *traces)
-        # Entries of the same stack have one list between them.
+        # Entries with the same stack share one list.
         stacks = {id(each["frames"]): each["frames"] for each in holders if each.get("frames")}
         for frames in stacks.values():
             frames[:] = _programs(frames)
@@ -135,7 +135,7 @@ class Follower:
 
     def __init__(self, *, follows: bool, everything: bool, makes_up_integers: bool = True) -> None:
         self.notes = Notes()
-        """Notes for readers of the numbers of the present test."""
+        """Notes on the current test for readers of its numbers."""
         self._follows = follows
         self._memory = Memory(lambda size: self.reads.unknown_read(size))
         self.values = DryValues(self._memory, Storages(), self.notes, everything=everything)
@@ -173,14 +173,14 @@ class Follower:
 
     @contextmanager
     def following(self, *, of_torch: bool = False) -> Iterator[None]:
-        """Follow values inside, even where the test's are not.
+        """Follow operators inside, even if those of the test are not followed.
 
-        Operators ``of_torch`` alone take less time to begin with.
+        With ``of_torch`` this starts faster, but may leave out other libraries' operators.
         """
         if self._follows:
             yield
             return
-        with follow_operators(self._execution, of_torch=of_torch), self.reads.of_results():
+        with follow_operators(self._execution, of_torch=of_torch), self.reads.results_up_to_date():
             yield
 
     def begin(self) -> None:
@@ -191,5 +191,5 @@ class Follower:
 
     @property
     def used_placeholder(self) -> bool:
-        """Whether the present test has read an unknown value."""
+        """Whether the current test has read an unknown value."""
         return self.reads.used_placeholder or self.notes.assumed

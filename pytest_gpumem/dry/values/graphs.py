@@ -1,6 +1,6 @@
 """Values in CUDA graphs: unchanged while a graph is captured, computed at each replay.
 
-A graph is addresses: a replay runs the CPU kernels of its operators at the same places again.
+A graph refers to addresses: a replay runs the CPU kernels of its operators on the same addresses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pytest_gpumem.dry.values.dispatch import unseen
+from pytest_gpumem.dry.values.dispatch import not_followed
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory, MemoryRange, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import share_state
@@ -86,7 +86,7 @@ def _place_of(view: View[MemoryRange]) -> MemoryRange:
 
 
 class Graphs:
-    """The operators of the captures of one process, each in their order."""
+    """The operators of each capture of the process, in order."""
 
     def __init__(self, memory: Memory, values: DryValues) -> None:
         self._memory = memory
@@ -111,14 +111,14 @@ class Graphs:
                 self._under_way.remove(recording)
             capture_end(graph)
             if recording is not None:
-                with unseen():
+                with not_followed():
                     recording.merge_generators()
 
         def replayed(graph: Any) -> None:
             recording = self._recordings.get(graph) or _Recording(self._memory, self._values)
             with self._values.random.replaying(recording.generators()):
                 replay(graph)
-                with unseen(), torch.no_grad(), torch._C.DisableTorchFunction():
+                with not_followed(), torch.no_grad(), torch._C.DisableTorchFunction():
                     self._values.end()
                     recording.replay(computes=self._values.everything)
 
@@ -130,12 +130,12 @@ class Graphs:
             yield
 
     def add(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Remember a call of a capture, whose results are unknown until it is replayed."""
+        """Record an operator in a capture; its results are unknown until a replay."""
         if self._under_way:
             self._under_way[-1].add(operator, args, kwargs, result)
 
     def mark_unknown(self, tensor: torch.Tensor) -> None:
-        """Forget the values of ``tensor``, to which a kernel writes unknown ones now, or later."""
+        """Forget the values of ``tensor``, which a kernel overwrites now or, in a graph, later."""
         if not torch.cuda.is_current_stream_capturing():
             self._values.mark_unknown(tensor)
         elif self._under_way and tensor.layout is torch.strided:

@@ -1,4 +1,4 @@
-"""Known values of the dry device, as on the simulated one, kept in the device's memory."""
+"""Known values of the dry device, kept in the device's memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.dry.values.dispatch import unseen
+from pytest_gpumem.dry.values.dispatch import not_followed
 from pytest_gpumem.dry.values.memory import Memory, MemoryRange, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
@@ -35,19 +35,19 @@ class DryValues(Values):
         super().__init__(storages, notes, everything=everything)
         self._memory = memory
         self._places: dict[int, MemoryRange] = {}
-        """Places of values known to the runtime, by key."""
+        """Memory ranges of values known to the runtime, by storage key."""
         self._watched: dict[int, tuple[int, int]] = {}
         """Key of a block's storage and the block's number, by address."""
         self._passing: dict[int, int] = {}
-        """Addresses of storages whose death may not be reported, by key; for one operator.
+        """Addresses of storages whose end may not be reported, by key; kept for one operator.
 
-        Those that no followed operator has made: their memory may belong to another storage, as
-        that of ``from_blob`` and DLPack does."""
+        No followed operator has made them, so another storage may own their memory, as with
+        ``from_blob`` and DLPack."""
         self.random = RandomNumbers()
-        """The numbers that operators draw."""
+        """The random numbers of operators."""
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record the values of ``tensors`` that copies, and no followed operator, have written."""
+        """Record the values of ``tensors`` written by copies, not by followed operators."""
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 self.track(parts_of_sparse(tensor))
@@ -61,12 +61,12 @@ class DryValues(Values):
             if self._watched.get(start, (None, 0))[0] != key:
                 self._passing[key] = start
             if not size:
-                # No block, but numbers: it was made of the address of memory in a graph's pool.
+                # It has elements but no block: it was made from an address in a graph's pool.
                 size = layout_of(tensor).end if tensor.numel() else 0
                 if not size or self._memory.knows((start, size)):
                     self._bases[key] = seen_by_cpu((start, size), tensor.dtype)
                 continue
-            # The end of a block belongs to no tensor: no copy writes it.
+            # No tensor contains the end of the block, so no copy writes to it.
             end = layout_of(tensor).end
             all_but_end = max(end, size - 511)
             if self._memory.knows((start, end if _is_nearly(end, size) else all_but_end)):
@@ -74,7 +74,7 @@ class DryValues(Values):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the values of ``tensor`` are known."""
-        with unseen():  # an operator inside would end what is tracked
+        with not_followed():  # a followed operator would call end()
             self.track([tensor])
             found = self.of(tensor) is not None
             self.end()
@@ -85,7 +85,7 @@ class DryValues(Values):
         return storage_key(tensor) in self._bases
 
     def end(self) -> None:
-        """Forget dead storages, and those whose death is not reported."""
+        """Forget dead storages, and those whose end may not be reported."""
         self.forget_dead()
         while self._passing:
             key, start = self._passing.popitem()
@@ -94,16 +94,16 @@ class DryValues(Values):
                 self._uninitialized.discard(owner)
             elif owner in self._bases:
                 self.forget(owner)
-            self._places.pop(key, None)  # its memory keeps the values
+            self._places.pop(key, None)  # the runtime still knows the values
             super().forget(key)
 
     def forget_dead(self) -> None:
-        """Forget storages that have died since."""
+        """Forget storages that have died since the last call."""
         while (start := self._memory.dead()) is not None:
             self._died(start)
 
     def resume(self) -> None:
-        """Forget storages that died while others received the deaths."""
+        """Forget storages that died while another instance received the reports."""
         for start, (_, number) in list(self._watched.items()):
             if self._memory.watch(start) != number:
                 self._died(start)
@@ -111,13 +111,13 @@ class DryValues(Values):
     def _died(self, start: int) -> None:
         key, _ = self._watched.pop(start, (None, 0))
         if key is not None:
-            self._places.pop(key, None)  # another block may have it
+            self._places.pop(key, None)  # another block may be there now
             self.forget(key)
 
     def moving(self, starts: Iterable[int]) -> Callable[[Mapping[int, torch.Tensor]], None]:
-        """Keep the values of blocks at ``starts``, which move.
+        """Keep the values of blocks at ``starts``, which will move.
 
-        Returns a function of the tensors in these blocks, by the old addresses.
+        Returns a function to be called with the moved tensors by their old addresses.
         """
         watched = {start for start in starts if self._watched.pop(start, None) is not None}
 
@@ -135,9 +135,9 @@ class DryValues(Values):
         return moved
 
     def track_whole(self, tensor: torch.Tensor, infinite: Infinity, *, made: bool) -> bool:
-        """Record the values of ``tensor``, a copy's target; return whether all are known.
+        """Record the values of ``tensor``, the target of a copy; return whether all are known.
 
-        ``made``: by the copy, with a storage of its own.
+        ``made``: the copy has made the tensor, with a new storage.
         """
         if made:
             self.forget_dead()
@@ -158,7 +158,7 @@ class DryValues(Values):
             self._memory.forget(self._memory.range_of(tensor))
 
     def write_facts(self, tensor: torch.Tensor) -> None:
-        """Write known facts on all elements of ``tensor`` to its memory, for reads."""
+        """Write known facts on all elements of ``tensor`` to its memory, so that reads see them."""
         key = storage_key(tensor)
         uniform = self.facts.uniform(tensor) if key and key not in self._bases else None
         if uniform is not None:
@@ -168,10 +168,10 @@ class DryValues(Values):
             self._places[key] = place
 
     def forget_copied(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Forget what copies have brought to the new tensors of ``result``, or those it overwrites.
+        """Forget values that copies have written to the new or overwritten tensors of ``result``.
 
-        Unless their values have been computed: an operator that copies an argument to its result
-        has a kernel change that afterwards.
+        An operator that copies an argument to its result usually has a kernel change the copy.
+        Computed values stay.
         """
         made = [each for each in on_device(result) if storage_key(each) not in self._bases]
         given = self._uninitialized
@@ -184,7 +184,7 @@ class DryValues(Values):
                 self._memory.forget(self._memory.range_of(tensor))
 
     def forget(self, key: int) -> None:
-        """Drop the values of a storage, because they are no longer known or it has died."""
+        """Drop the values of a storage that has died or whose values are no longer known."""
         place = self._places.pop(key, None)
         if place is not None:
             self._memory.forget(place)
@@ -196,7 +196,7 @@ class DryValues(Values):
         return key in self._bases
 
     def replayed(self, start: int, *, known: bool) -> None:
-        """Record that a graph has written to the storage at ``start``, ``known`` numbers or not."""
+        """Record that a replay has written ``known`` or unknown values at ``start``, a storage."""
         key, _ = self._watched.get(start, (None, 0))
         if key is None:
             return
@@ -206,13 +206,13 @@ class DryValues(Values):
             self.forget(key)
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
-        """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
+        """Return the CPU generator that draws the numbers of the CUDA ``generator``."""
         return self.random.source_of(generator)
 
     def _make(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         super()._make(operator, args, kwargs, result)
         if storage_key(result) in self._uninitialized:
-            # Other threads' copies, such as those of gloo, may write it.
+            # Copies in other threads, such as gloo's, may write to it.
             self._memory.forget(self._memory.range_of(result))
 
     def _write(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
@@ -233,7 +233,7 @@ class DryValues(Values):
     def _hold_at(
         self, tensor: torch.Tensor, place: MemoryRange, dtype: torch.dtype | None = None
     ) -> None:
-        """Take the memory at ``place`` for the values of the storage of ``tensor``."""
+        """Use the memory at ``place`` as the values of the storage of ``tensor``."""
         if not place[1]:
             return  # without elements, which :meth:`track` handles
         key = storage_key(tensor)
@@ -254,7 +254,7 @@ class DryValues(Values):
         return is_dense(tensor) and _is_nearly(tensor.numel() * tensor.dtype.itemsize, size)
 
     def _watch(self, tensor: torch.Tensor) -> None:
-        # No Python object of the storage: that would be one more owner (``storage_key``).
+        # Without a Python object of the storage, which would be another owner (``storage_key``).
         self._watch_at(self._memory.range_of(tensor), storage_key(tensor))
 
     def _watch_at(self, place: MemoryRange, key: int) -> None:
@@ -264,9 +264,9 @@ class DryValues(Values):
 
 
 def _is_nearly(size: int, block: int) -> bool:
-    """Return whether ``size`` bytes are all of ``block``, which the allocator has rounded up.
+    """Return whether the allocator may have rounded ``size`` bytes up to ``block`` bytes.
 
-    By 512 B, and where it does not split off the rest of a larger one, by up to 1 MiB
+    It adds up to 512 B, and up to 1 MiB if it does not split a larger block
     (``should_split`` of c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15).
     """
     left = block - size

@@ -1,9 +1,9 @@
 """Operators that run other operators: composite ones, those of other libraries, and collectives.
 
-What a library's kernel in C++ calls of torch is followed, but not its own kernels. They write to
-tensors that it has made before, as torchvision's ``nms`` to the mask of the boxes that it keeps
-(torchvision/csrc/ops/cuda/nms_kernel.cu, 0.29): the zeros there are no values. The library's kernel
-for CPUs, where it has one, says what the operator returns.
+Torch operators that a library's C++ code calls are followed, its own CUDA kernels are not. Those
+write to tensors that the code has made before, such as the mask of kept boxes in torchvision's
+``nms`` (torchvision/csrc/ops/cuda/nms_kernel.cu, 0.29), whose zeros are then not the true values.
+If the library has a CPU kernel, that computes the values of the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._library.custom_ops import OPDEFS
 
-from pytest_gpumem.dry.values.dispatch import unseen
+from pytest_gpumem.dry.values.dispatch import not_followed
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory
@@ -27,9 +27,9 @@ from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.values.errors import SimulationError
 
 _OF_C10D = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
-"""Namespaces of operators that are composed of those of c10d."""
+"""Namespaces of operators composed of operators of c10d."""
 _COLLECTIVE = frozenset({"c10d", "symm_mem"})
-"""Namespaces of operators that other ranks take part in."""
+"""Namespaces of collectives."""
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -55,7 +55,7 @@ class Parts:
         return result
 
     def _write(self, result: Any, args: Args, kwargs: Kwargs) -> None:
-        """Tell graphs that are captured or replayed that the written numbers are unknown."""
+        """Mark the values written by the operator as unknown, also at replays of a capture."""
         if self._graphs is not None:
             for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
                 if tensor.is_cuda:
@@ -77,13 +77,13 @@ def _key_of(args: Args, kwargs: Kwargs) -> Any:
 
 
 class _Call(threading.local):
-    """The call of a library's kernel in C++ that a thread is in."""
+    """The call of a library's C++ operator that a thread is in."""
 
     is_under_way = False
     count: int | None = None
-    """Length of the result, where the CPU has computed it."""
+    """Length of the result, if the CPU has computed it."""
     stopped: SimulationError | None = None
-    """The error that the kernel was left with; C++ may make another one of it."""
+    """The error that ended the call; C++ may turn it into another exception."""
 
 
 class _Kernels(Parts):
@@ -111,7 +111,7 @@ class _Kernels(Parts):
             vars(call).update(before)
         made = list(tensors_in(result))
         if len(made) == len(known):
-            with unseen(), torch._C._DisableTorchDispatch():
+            with not_followed(), torch._C._DisableTorchDispatch():
                 for tensor, value in zip(made, known, strict=True):
                     self._values.keep(tensor, value)
         return result
@@ -123,14 +123,14 @@ class _Kernels(Parts):
             return None
         if torch.cuda.is_current_stream_capturing():
             return None
-        with unseen(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        with not_followed(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             self._values.end()
             self._values.track(tensor for tensor in given if tensor.is_cuda)
             return self._values.computed(self._operator, args, kwargs)
 
 
 class _Collective(Parts):
-    """A collective of c10d: the other ranks are taken to send what this one does."""
+    """A collective of c10d, computed as if the other ranks sent the same values as this one."""
 
     def __init__(self, func: Any, graphs: Graphs, memory: Memory) -> None:
         super().__init__(func, graphs)
@@ -140,7 +140,7 @@ class _Collective(Parts):
         given = named(self._func, args, kwargs)
         group: Any = torch._C._distributed_c10d.ProcessGroup.unbox(given["process_group"])
         on_gpu = any(tensor.is_cuda for tensor in tensors_in(args))
-        # Gloo's own threads copy its results, later than this, and as any copy is made:
+        # Gloo's threads copy its results later, as ordinary copies:
         # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, torch 2.6 to 2.15.
         if not on_gpu or str(group._get_backend(torch.device("cuda")).name()) == "gloo":
             return
@@ -158,12 +158,12 @@ class _Collective(Parts):
 
 
 _OPERATIONS = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
-"""Names of reductions, each at the index of its ``ncclRedOp_t`` (nccl.h); higher numbers are
-operations that NCCL makes to multiply by a factor."""
+"""Names of reductions by ``ncclRedOp_t`` (nccl.h); higher numbers are operations with a factor,
+which NCCL creates at run time."""
 
 
 def _operation(given: Mapping[str, Any], number: int) -> str:
-    """Return the reduction of a call, by the ``number`` that it has for NCCL."""
+    """Return the name of a call's reduction; ``number`` is its ``ncclRedOp_t``."""
     kind: Any = torch._C._distributed_c10d.ReduceOp
     reduction = given.get("reduce_op")
     if reduction is None:
@@ -197,22 +197,22 @@ class Libraries:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Remember with which error an operator inside stops a library's kernel that calls it."""
+        """Record the error of an operator inside, which ends the library's call around it."""
         try:
             yield
         except SimulationError as error:
             self._call.stopped = error
             raise
 
-    def found(self) -> Sequence[int] | None:
-        """Return the number of elements that an operator finds whose values are not known.
+    def element_count(self) -> Sequence[int] | None:
+        """Return the number of elements that an operator with unknown values finds.
 
-        It is the length of what the kernel returns, if that is known.
+        It is the length of the result of the library's call around it; ``None`` if unknown.
         """
         return None if self._call.count is None else [self._call.count]
 
-    def made(self, operator: Operator, result: Any) -> None:
-        """Forget the values of a new tensor that a library's kernel has made to write to it."""
+    def forget_made(self, operator: Operator, result: Any) -> None:
+        """Forget the values of a new tensor inside a library's call: its kernel may write to it."""
         if self._call.is_under_way and (operator.makes or operator.name == "aten::clone"):
             for tensor in tensors_in(result):
                 if tensor.is_cuda:

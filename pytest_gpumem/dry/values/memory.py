@@ -15,18 +15,18 @@ MemoryRange = tuple[int, int]
 _OnUnknownRead = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 
 _listening: list[tuple[Any, bool, bool]] = []
-"""Listeners of reads, whether copies of any size bring values, and whether operators are followed;
-the last one is active."""
+"""Callback for reads, whether copies of any size count as known, and whether operators are
+followed; the last entry is active."""
 
 
 class Memory:
     """The functions of ``source/values.c``."""
 
     def __init__(self, on_unknown_read: Callable[[int], type[BaseException] | None]) -> None:
-        """Call ``on_unknown_read`` for each read of unknown values, with its bytes.
+        """Call ``on_unknown_read`` with the bytes of each read of unknown values.
 
-        The error class that it returns is raised where the thread comes back to Python. Keep a
-        reference to it.
+        The error class that it returns is raised when the thread returns to Python. The caller has
+        to keep a reference to the class.
         """
         library = ctypes.CDLL(None)
 
@@ -47,24 +47,24 @@ class Memory:
         self._reduction, self._tell = function("reduction"), function("tell")
         self._copy_all, self._follow = function("copy_all"), function("follow")
 
-        def told_in_c(size: int) -> int | None:
+        def callback(size: int) -> int | None:
             kind = on_unknown_read(size)
             return None if kind is None else id(kind)
 
-        self._told = _OnUnknownRead(told_in_c)
+        self._callback = _OnUnknownRead(callback)
 
     def begin(self, *, everything: bool, followed: bool) -> None:
-        """Listen to reads from now on; with ``everything``, copies of any size bring values."""
-        _listening.append((self._told, everything, followed))
+        """Report reads from now on; with ``everything``, values of copies of any size are known."""
+        _listening.append((self._callback, everything, followed))
         self._listen()
 
     def renew(self) -> None:
-        """Tell again of reads in threads that have raised an error since :meth:`begin`."""
+        """Report reads again in threads that have raised an error since :meth:`begin`."""
         if _listening:
             self._listen()
 
     def end(self) -> None:
-        """Return to the listener before."""
+        """Restore the callback from before :meth:`begin`."""
         _listening.pop()
         self._listen()
 
@@ -85,11 +85,11 @@ class Memory:
         return bool(not place[1] or self._holds(*place))
 
     def reduction(self) -> int:
-        """Return the ``ncclRedOp_t`` of the last reduction that this thread has asked NCCL for."""
+        """Return the ``ncclRedOp_t`` of the last reduction that this thread passed to NCCL."""
         return int(self._reduction())
 
     def mark_known(self, place: MemoryRange) -> None:
-        """Mark the present content of ``place`` as its values."""
+        """Mark the current content of ``place`` as known values."""
         if place[1]:
             self._know(*place)
 
@@ -99,14 +99,14 @@ class Memory:
             self._forget(*place)
 
     def range_of(self, tensor: torch.Tensor) -> MemoryRange:
-        """Return the block of the allocator's that ``tensor`` lies in; no bytes if it is none."""
+        """Return the allocator's block that contains ``tensor``; with 0 bytes if there is none."""
         if tensor.layout is not torch.strided:
             return 0, 0
         start = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.dtype.itemsize
         return start, int(self._block(start))
 
     def watch(self, start: int) -> int:
-        """Make :meth:`dead` return the block at ``start`` once freed; return its number, or 0."""
+        """Have :meth:`dead` report the free of the block at ``start``; return its number, or 0."""
         return int(self._watch(start))
 
     def dead(self) -> int | None:
@@ -116,7 +116,7 @@ class Memory:
 
     @contextmanager
     def answering(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Give ``numbers`` to the thread's next reads of unknown values inside, in order."""
+        """Return ``numbers``, in order, from the thread's next reads of unknown values inside."""
         answers = (ctypes.c_int64 * len(numbers))(*numbers)
         self._answer(answers, len(numbers))
         try:

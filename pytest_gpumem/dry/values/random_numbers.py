@@ -1,9 +1,9 @@
-"""Random numbers of CUDA's generators, drawn by one of the CPU.
+"""Random numbers of CUDA's generators, drawn by a CPU generator.
 
-The numbers are those of the simulated device: a generator of the CPU with the same seed draws them
-one after the other. A CUDA generator is its seed and an offset that each operator moves on
-(``philox_cuda_state`` of aten/src/ATen/cuda/CUDAGeneratorImpl.cpp), so a state that is put back, as
-checkpointing does, draws the same numbers again.
+The numbers are those of the simulated device: a CPU generator with the same seed draws them one
+after the other. The state of a CUDA generator is its seed and an offset, which each operator
+increases (``philox_cuda_state`` of aten/src/ATen/cuda/CUDAGeneratorImpl.cpp). So a restored state,
+as in checkpointing, draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 MOST_STATES = 1_000
-"""The most states that are kept, of 5 KB each; a dropped one draws other numbers when restored."""
+"""The most states that are kept, of 5 KB each; a dropped state draws other numbers if restored."""
 
 _State = tuple[int, int]
 """Seed and offset."""
@@ -26,15 +26,15 @@ class RandomNumbers:
 
     def __init__(self) -> None:
         self._states: OrderedDict[_State, torch.Tensor] = OrderedDict()
-        """States of the CPU's generator by state of CUDA's."""
+        """States of the CPU generator by state of the CUDA generator."""
         self._before: _State | None = None
         self._source = torch.Generator("cpu")
         self._end: _State | None = None
-        """The state in which the last operator has left its generator."""
+        """The state of a CUDA generator after the last operator."""
         self._replaying: dict[torch.Generator, torch.Generator] = {}
-        """Sources of a graph's generators, while it is replayed."""
+        """CPU generators for a graph's generators, while it is replayed."""
         self.replayed: torch.Generator | None = None
-        """The generator of the operator that is repeated now."""
+        """The generator of the operator that a replay computes now."""
 
     def begin(self, generator: torch.Generator) -> None:
         """Set ``generator`` for the next operator's numbers."""
@@ -45,9 +45,9 @@ class RandomNumbers:
 
     @contextmanager
     def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
-        """Draw inside, one after the other, the numbers that a graph takes from ``generators``.
+        """Draw inside the numbers of a graph's ``generators``, operator by operator.
 
-        A replay moves them on once, by what all its operators draw.
+        A replay increases their offsets only once, for all its operators.
         """
         for generator in generators:
             self.begin(generator)
@@ -62,7 +62,7 @@ class RandomNumbers:
             self._replaying.clear()
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
-        """Return the CPU's generator for an operator that has moved ``generator`` on."""
+        """Return the CPU generator for an operator that has just used ``generator``."""
         if self._replaying and self.replayed is not None:
             return self._replaying[self.replayed]
         if generator.device.type != "cuda" or self._before is None:
@@ -72,7 +72,7 @@ class RandomNumbers:
         return self._source
 
     def _set(self, source: torch.Generator) -> None:
-        """Set ``source`` to the state of the CPU's that belongs to the last one of CUDA's."""
+        """Set ``source`` to the CPU state that belongs to the last state of the CUDA generator."""
         assert self._before is not None
         known = self._states.get(self._before)
         if known is not None:
@@ -88,9 +88,9 @@ class RandomNumbers:
 
 
 def share_state(first: torch.Generator, second: torch.Generator) -> bool:
-    """Return whether two generators of a GPU have one state, as ``graphsafe_get_state`` makes them.
+    """Return whether two CUDA generators share a state, as after ``graphsafe_get_state``.
 
-    Only one that moves on tells, which it must not while a graph is captured.
+    This increases the offset of one and reads the other, which is not allowed during a capture.
     """
     before = first.get_state()
     if not torch.equal(before, second.get_state()):

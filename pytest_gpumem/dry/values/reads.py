@@ -1,7 +1,8 @@
-"""Reads of values that the dry device does not have: what each yields, and which end a run.
+"""Reads of values that the dry device does not have: placeholders, and errors that end a run.
 
-A number that is only printed or stored reads as zero, and a note names its line. Code that decides
-by one gets an error, as on the simulated device: the test then runs again with values.
+A number that is only printed or stored reads as zero, and a note names the line. A read on which
+control flow depends raises an error, as on the simulated device; the test then runs again with
+values.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ from pytest_gpumem.simulated.machine.values.placeholder import (
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_DECIDED_BY = 1 << 20
-"""Bytes of a copy to the host up to which it may be a decision; longer ones are mere data."""
+"""The most bytes of a copy to the host on which control flow may depend; longer copies are data."""
 
 _item, _bool, _tolist, _numpy = (raw.base(n) for n in ("item", "__bool__", "tolist", "numpy"))
 _array: Any = torch.Tensor.__array__
 _repr: Any = torch.Tensor.__repr__
 _NUMBERS = ("__float__", "__int__", "__index__", "__complex__")
 _SCALER = "torch.amp.grad_scaler"
-"""Module that uses ``item()`` only to read whether it found infinities."""
+"""Module that calls ``item()`` only to read whether gradients are infinite."""
 
 _Truth = bool
 
 
 class ThreadReads(threading.local):
-    """The present reads of a thread."""
+    """The state of one thread's reads."""
 
     expected = 0
-    """Above zero where the caller checks whether the value was known."""
+    """Above zero inside :meth:`Reads.expected`, whose caller checks whether the value was known."""
     unknown = 0
     """Number of reads of unknown values."""
     followed = 0
-    """Above zero where operators are followed for a while."""
+    """Above zero inside :meth:`Reads.results_up_to_date`."""
 
 
 class _UnknownError(UnknownValueError):
-    """An error raised asynchronously in a Python thread, which cannot pass a sentence."""
+    """An error raised asynchronously in a Python thread, from its class without arguments."""
 
     sentence = ""
 
@@ -69,15 +70,15 @@ class _UnknownError(UnknownValueError):
 
 
 class _TakenBackError(BaseException):
-    """The last asynchronous error, which :func:`_take_back` alone sees."""
+    """An asynchronous error that only :func:`_take_back` raises and catches."""
 
 
 def _take_back(threads: Iterable[int]) -> None:
-    """Take back errors of ``threads`` that have not come back to Python.
+    """Remove the pending asynchronous errors of ``threads`` that have not returned to Python.
 
-    CPython up to 3.12 then looks for an error until it has found another one: that costs time, and
-    in 3.11 no function begins that is traced (``CHECK_EVAL_BREAKER`` in ``DO_TRACING`` of
-    Python/ceval.c). So an error is raised in this thread.
+    After that CPython up to 3.12 keeps checking for an asynchronous error until it finds one. The
+    checks take time, and in 3.11 no traced function starts (``CHECK_EVAL_BREAKER`` in
+    ``DO_TRACING`` of Python/ceval.c). So an error is raised and caught in this thread.
     """
     set_error = ctypes.pythonapi.PyThreadState_SetAsyncExc
     here = ctypes.c_ulong(threading.get_ident())
@@ -100,13 +101,13 @@ class Reads:
         followed: bool,
         makes_up_integers: bool,
     ) -> None:
-        """Read ``values``; operators are followed in the context that ``following`` returns.
+        """Read ``values``; ``following`` returns a context in which operators are followed.
 
-        An unknown integer of ``item()`` is an error, or made up.
+        An unknown integer read by ``item()`` is an error, or is made up if allowed.
         """
         self.thread = ThreadReads()
         self.decided_by: str | None = None
-        """The reason why the present run is invalid: it decides by an unknown value."""
+        """The reason why this run is invalid: its control flow depends on an unknown value."""
         self.used_placeholder = False
         """Whether an unknown number has been read."""
         self._values = values
@@ -118,13 +119,13 @@ class Reads:
         self._makes_up_integers = makes_up_integers
         self._interrupted: dict[int, type[BaseException]] = {}
         self._patches = Patches()
-        # Functions, not methods of this object, which would not receive their tensor.
+        # Functions, not bound methods, which would not receive the tensor as ``self``.
         replaced: dict[str, Callable[..., Any]] = {
             "item": lambda tensor: self._read(_item, tensor, "item()"),
             "__bool__": lambda tensor: self._condition(tensor),
             "tolist": lambda tensor: self._list(tensor),
-            "numpy": self._unless_lost(_numpy),
-            "__array__": self._unless_lost(_array),
+            "numpy": self._refusing_unknown(_numpy),
+            "__array__": self._refusing_unknown(_array),
             "__repr__": lambda tensor, **kwargs: self._printed(tensor, **kwargs),
             **{name: self._number(name) for name in _NUMBERS},
             **{name: self._to_host(raw.base(name), f"{name}()") for name in ("cpu", "to")},
@@ -161,8 +162,8 @@ class Reads:
             self.thread.expected -= 1
 
     @contextmanager
-    def of_results(self) -> Iterator[None]:
-        """Take the results of operators inside, which are followed, for up to date."""
+    def results_up_to_date(self) -> Iterator[None]:
+        """Treat computed results of operators as up to date inside, where they are followed."""
         self.thread.followed += 1
         try:
             yield
@@ -182,7 +183,7 @@ class Reads:
             return None
         sentence = self._values.refusal(f"a read in torch's own code at {user_line()} depends on")
         self.decided_by = self.decided_by or sentence
-        # Raised as soon as the thread is back in Python.
+        # Raised as soon as the thread returns to Python code.
         kind = type("UnknownValueError", (_UnknownError,), {"sentence": sentence})
         self._interrupted[threading.get_ident()] = kind
         return kind
@@ -194,9 +195,9 @@ class Reads:
         raise UnknownValueError(sentence)
 
     def placeholder(self, tensor: torch.Tensor, value: Any, *, in_python: bool = False) -> Any:
-        """Return the result of ``item()`` of an unknown number, called ``in_python`` or by C++.
+        """Return a placeholder for an unknown number read by ``item()``, ``in_python`` or in C++.
 
-        C++ reads integers as sizes: raises :class:`UnknownValueError` then.
+        Raises :class:`UnknownValueError` for an integer read in C++, which is usually a size.
         """
         if seeds_dropout():
             return value
@@ -223,7 +224,7 @@ class Reads:
             )
 
     def _known(self, read: Callable[..., Any], tensor: torch.Tensor) -> tuple[Any, _Truth]:
-        """Return what ``read`` returns of ``tensor``, and whether that is known."""
+        """Return the result of ``read(tensor)``, and whether its values are known."""
         before = self.thread.unknown
         with self.expected():
             value = read(tensor)
@@ -273,9 +274,9 @@ class Reads:
         return placeholder_integers(tensor.shape) if tensor.dim() else self.refuse("tolist()")
 
     def _printed(self, tensor: torch.Tensor, **kwargs: Any) -> str:
-        """Format ``tensor`` by operators of its device, as torch does; unknown numbers are dots.
+        """Return torch's text of ``tensor``, with dots for unknown numbers.
 
-        Nothing depends on them, so the test goes on without values.
+        Control flow does not depend on a text, so this is no reason to run the test again.
         """
         if tensor.__class__ not in raw.PLAIN or not tensor.is_cuda:
             return str(_repr(tensor, **kwargs))
@@ -286,7 +287,7 @@ class Reads:
         )
         return text if is_known else dots(tensor, tensor.device)
 
-    def _unless_lost(self, read: Callable[..., Any]) -> Callable[..., Any]:
+    def _refusing_unknown(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def array(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._storages.is_unknown_on_cpu(tensor):  # of unknown values
                 self.used_placeholder = True
@@ -296,10 +297,10 @@ class Reads:
         return array
 
     def _is_outdated(self, tensor: torch.Tensor) -> _Truth:
-        """Return whether kernels may have changed ``tensor`` since a copy brought its values.
+        """Return whether kernels may have changed ``tensor`` since a copy wrote its values.
 
-        Only where operators are not followed: torch counts those that write to a tensor in place,
-        but for tensors of inference mode.
+        That can be so only where operators are not followed. The version of a tensor counts writes
+        in place, except in inference mode.
         """
         if self._followed or not tensor.is_cuda:
             return False
@@ -308,7 +309,7 @@ class Reads:
         return tensor.is_inference() or tensor._version > 0
 
     def _to_host(self, read: Callable[..., Any], shown: str) -> Callable[..., Any]:
-        """Return ``read``, a copy to the host, which refuses values that may have changed."""
+        """Return a wrapper of ``read``, a copy to the host, that refuses outdated small values."""
 
         def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             found = read(tensor, *args, **kwargs)

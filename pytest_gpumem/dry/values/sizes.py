@@ -1,4 +1,4 @@
-"""Operators whose kernels return the number of elements found to the host, and these numbers.
+"""Operators whose host code reads a number of elements from the device, and these numbers.
 
 Source, torch 2.6 to 2.15: aten/src/ATen/native/cuda/Nonzero.cu (nonzero_cuda_out_impl),
 Unique.cu (compute_unique, unique_dim_cuda_template), Repeat.cu and native/Repeat.cpp
@@ -38,10 +38,12 @@ _EIGEN = ("linalg_eig", "_linalg_eigvals")
 NAMES = frozenset(f"aten::{name}" for name in (*_COUNTING, *_ALONG, *_INDEXING, *_EIGEN))
 
 
-def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> Sequence[int] | None:
-    """Return the numbers that torch's own code then reads, in order.
+def numbers_read(
+    values: Values, operator: Operator, args: Args, kwargs: Kwargs
+) -> Sequence[int] | None:
+    """Return the numbers that torch's own code reads from the device in this call, in order.
 
-    ``None`` where deciding values are unknown. Where a kernel returns nothing, there are none.
+    Empty if it reads none, ``None`` if they depend on unknown values.
     """
     name = operator.name.removeprefix("aten::")
     if name in _INDEXING:
@@ -50,11 +52,11 @@ def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> S
         tensor, mask = args[:2]
         return _counted(values, [mask.expand(torch.broadcast_shapes(tensor.shape, mask.shape))])
     if name == "multinomial":
-        return [1, 0]  # the probabilities are valid, and not all of them zero
+        return [1, 0]  # valid probabilities; and no row that is all zeros
     if name == "normal":
         deviation = named(operator.func, args, kwargs).get("std")
         known = values.known(deviation) if isinstance(deviation, torch.Tensor) else None
-        # Up to some release before 2.15 it checks twice that none is negative.
+        # Some releases before 2.15 check twice that no value is negative.
         return [int(known is None or bool((known >= 0).all()))] * 2
     if name == "mode":
         given = named(operator.func, args, kwargs)
@@ -62,7 +64,7 @@ def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> S
     if name in _EIGEN:
         known = values.known(args[0])
         is_finite = [int(known is None or bool(known.isfinite().all()))]
-        # Whether all values are real changes no allocation. Then there are the solver's errors.
+        # No allocation depends on whether all values are real. The solver's errors follow.
         are_real = [] if args[0].is_complex() else [int(not args[0].numel())]
         return [*(is_finite if name == "linalg_eig" else ()), *are_real, 0]
     if name in ("repeat_interleave", "bincount"):
@@ -73,7 +75,7 @@ def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> S
             return None
         if name == "bincount":
             return [int(known.min()), int(known.max())]
-        # Up to 2.13 it then checks that none is negative.
+        # Up to 2.13 it then checks that no value is negative.
         return [int(known.sum()), int((known >= 0).all())]
     computed = values.computed(operator, args, kwargs)
     if computed is None:
@@ -83,15 +85,15 @@ def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> S
 
 
 _MOST_FUSED = 2048
-"""The longest row of which one block of threads finds the mode."""
+"""The longest row whose mode is found by one thread block."""
 
 
 def _modes(values: Values, tensor: torch.Tensor, dim: int) -> Sequence[int] | None:
-    """Return what Thrust's algorithms return of each row along ``dim``: counts and places.
+    """Return the results of Thrust's algorithms for each row along ``dim``.
 
-    How many elements differ (``inner_product``, ``reduce_by_key``), how often the mode occurs and
-    the place of that number (``max_element``), the mode, whether it was found, where among the
-    sorted elements (``find``) and where before; of booleans how many are set and the last two.
+    They are the number of distinct elements (``inner_product``, ``reduce_by_key``), the count of
+    the mode and its index (``max_element``), the mode, 1 as it was found, its index among the
+    sorted elements (``find``) and in the row; for booleans the number set and the last two.
     """
     if not tensor.dim() or tensor.shape[dim] <= _MOST_FUSED:
         return []
@@ -133,7 +135,7 @@ SPARSE = frozenset({"aten::_coalesce", "aten::_to_sparse"})
 
 
 MAKES_PARTS = ("aten::_nested_", "aten::_to_sparse_")
-"""Beginnings of the names of operators whose result has parts, whatever their arguments are."""
+"""Prefixes of operators whose result is sparse or nested for any arguments."""
 
 
 def has_parts(tensor: torch.Tensor) -> bool:
@@ -142,14 +144,14 @@ def has_parts(tensor: torch.Tensor) -> bool:
 
 
 def strided_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the tensors with memory that ``tensor`` has: itself if dense."""
+    """Return the dense tensors that hold the memory of ``tensor``: itself if it is dense."""
     if tensor.layout is torch.strided:
         return (torch.ops.aten.values(tensor) if tensor.is_nested else tensor,)
     return parts_of_sparse(tensor)
 
 
 def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
-    """Return the result of the operator ``name``; ``None`` where deciding values are unknown."""
+    """Return the result of the operator ``name``; ``None`` if its size is unknown."""
     if name == "aten::_to_sparse":
         known = values.known(args[0])
         made = None if known is None else torch.ops.aten._to_sparse(known, *args[1:])
@@ -160,7 +162,7 @@ def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
     if indices is None:
         return None
     shape = args[0].shape
-    if elements is None:  # the indices alone decide the size
+    if elements is None:  # the size depends only on the indices
         shape = shape[: args[0].sparse_dim()]
     ones = torch.ones(indices.shape[1], device="cpu") if elements is None else elements
     made = torch.sparse_coo_tensor(
@@ -172,7 +174,7 @@ def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
 def read_by_sparse(values: Values, name: str, args: Args, parts: Parts) -> Sequence[int]:
     """Return the numbers that torch's own code reads while it makes ``parts``.
 
-    With dense dimensions it first takes ``nonzero`` of all elements, then the distinct places.
+    With dense dimensions it first calls ``nonzero`` on all elements, then counts distinct indices.
     """
     count = int(parts[0].shape[1])
     is_hybrid = name == "aten::_to_sparse" and len(parts[0]) < args[0].dim()
@@ -190,7 +192,7 @@ def takes_parts(operator: Operator, args: Args) -> bool:
 
 
 def from_parts(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
-    """Return what the CPU makes of tensors with parts and others; ``None`` if it is unknown."""
+    """Return the result of the operator on the CPU; ``None`` if values are unknown."""
     known = [_on_cpu(values, one) for one in args]
     options = {name: _on_cpu(values, one) for name, one in kwargs.items()}
     if any(each.is_cuda for each in tensors_in((known, options))):

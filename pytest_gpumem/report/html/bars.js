@@ -1,4 +1,4 @@
-// Bars of categories: one element each, its colours a gradient, so that thousands are cheap.
+// Bars of categories. Each is one element with a gradient, so that thousands can be drawn fast.
 
 const overview = JSON.parse(document.getElementById("overview").textContent);
 const CATEGORIES = overview.categories;
@@ -18,7 +18,7 @@ function named(category) {
   return el("span", { class: "category" }, swatch(category), category);
 }
 
-// `parts` are bytes in the order of CATEGORIES; what they do not account for is grey.
+// `parts` are bytes in the order of CATEGORIES; the rest of the bar is grey.
 function filling(parts, total) {
   const stops = [];
   let done = 0;

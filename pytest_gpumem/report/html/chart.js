@@ -1,11 +1,11 @@
-// A chart of bytes over the events of an allocator: layers on top of each other, lines across.
+// A chart of bytes over an allocator's events: stacked layers, and lines.
 //
 // It draws a `source`:
-//   length: how many events, peak: the position where most is allocated, label: what it is,
+//   length: number of events, peak: the position of the peak, label: text for screen readers,
 //   sample(from, to, stretches) -> {positions, layers, lines}: layers and lines hold one array of
 //     bytes each, by position,
 //   layers() -> [{name, color}], the lowest first; lines: [{name, color, dash}],
-//   total(position), text(position, layer): what is read of a position, phases: [[name, begin, end]].
+//   total(position), text(position, layer): tooltip of a position, phases: [[name, begin, end]].
 
 const CHART_HEIGHT = 280;
 const BYTES = Array.from({ length: 50 }, (_, power) => 2 ** power);
@@ -39,7 +39,7 @@ function chart(source, pinnedAt) {
     sample = source.sample(Math.floor(view[0]), Math.ceil(view[1]), stretches());
     const sum = sample.positions.map(() => 0);
     const edges = sample.layers.map((bytes) => bytes.map((value, i) => (sum[i] += value)));
-    // The highest first, so that each is painted over the last.
+    // From the top layer down, because each layer is painted over the previous one.
     return [sample.positions, ...edges.reverse(), ...sample.lines];
   };
   const show = (from, to) => {
@@ -76,7 +76,7 @@ function chart(source, pinnedAt) {
     plot.setCursor({ left: plot.valToPos(current, "x"), top: 0 }, false);
     said.textContent = note.textContent;
   };
-  // The layer that is painted at a height, in bytes, over a position that was sampled.
+  // The layer at a height, in bytes, at a sampled position.
   const layerAt = (index, height) => {
     let sum = 0;
     for (const [number, bytes] of sample.layers.entries()) {
@@ -153,12 +153,12 @@ function chart(source, pinnedAt) {
     el("small", { text: "Drag across the chart to zoom. A click keeps what is read." })));
   return {
     element, show, sampled: () => sample,
-    // The layers are others now.
+    // The layers have changed.
     restack: () => { if (plot) { plot.destroy(); plot = null; make(); } },
   };
 }
 
-// What the colours and lines of a chart stand for.
+// The legend of a chart's colours and lines.
 function keyOf(source) {
   const items = source.layers().map((layer) => {
     const mark = el("span", { class: "swatch", "aria-hidden": "true" });
@@ -220,7 +220,7 @@ function drawPeak(u, position, bytes) {
   ctx.textBaseline = "bottom";
   ctx.textAlign = x > bbox.left + bbox.width / 2 ? "right" : "left";
   const left = x + (ctx.textAlign === "right" ? -8 : 8) * ratio;
-  // Lines may pass behind the words.
+  // A background, because lines may pass behind the words.
   const wide = ctx.measureText(text).width;
   ctx.fillStyle = css("var(--page)");
   ctx.globalAlpha = 0.8;

@@ -1,11 +1,11 @@
-// What opens below a test.
+// The details that open below a test.
 
 const unpacked = new Map();
 
 async function detailAt(index) {
   const together = document.querySelectorAll("script.details");
   const place = Math.floor(index / overview.together);
-  if (!unpacked.has(place)) unpacked.set(place, unpack(together[place].textContent).then((told) => told.json()));
+  if (!unpacked.has(place)) unpacked.set(place, unpack(together[place].textContent).then((response) => response.json()));
   return (await unpacked.get(place))[index % overview.together];
 }
 
@@ -21,7 +21,7 @@ function showDetail(cell, record, environment, row) {
 function judgement(record) {
   if (!record.verdicts.length && !record.improvements.length && !record.missing_baseline) return null;
   let shown = 0;
-  const told = new Set(); // lines of explanations, and commands
+  const printed = new Set(); // lines of explanations, and commands
   const explained = (verdict) => !verdict.passed && verdict.explanation.length && verdict.reference !== null;
   const compared = new Set(record.verdicts.filter(explained).map((verdict) => verdict.phase));
   const causes = [...new Set(record.verdicts.map((verdict) => verdict.cause).filter(Boolean))];
@@ -31,14 +31,14 @@ function judgement(record) {
         el("span", { class: "aside", text: verdict.passed ? "passed: " : "broken: " }), tight(verdict.text)));
     const reasons = JSON.stringify(verdict.explanation);
     const covered = verdict.reference === null && compared.has(verdict.phase);
-    if (verdict.explanation.length && !covered && !told.has(reasons)) {
+    if (verdict.explanation.length && !covered && !printed.has(reasons)) {
       const lines = explanation(verdict);
       item.append(shown++ ? el("details", null, el("summary", { text: verdict.reference === null ? "what was there" : "what changed" }), lines) : lines);
-      told.add(reasons);
+      printed.add(reasons);
     }
     for (const line of verdict.remedy) {
-      if (!told.has(line)) item.append(command(line));
-      told.add(line);
+      if (!printed.has(line)) item.append(command(line));
+      printed.add(line);
     }
     return item;
   });
@@ -132,7 +132,7 @@ function phases(record, measured, title) {
   return section(`Phases${title}`, grid("Memory by phase", columns, rows, (row) => (broken(row) ? "broken" : null)));
 }
 
-// Measured against what was expected of it: closed forms, the simulation, the baseline.
+// The measurement beside its expectations: closed forms, the simulation, the baseline.
 function sharesOf(record, measured, title) {
   const judged = measured === record.measurement;
   const sources = [{ name: measured.simulated ? "simulated" : "measured", composition: measured.composition, total: measured.peak_allocated }];

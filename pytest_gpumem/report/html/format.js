@@ -1,4 +1,4 @@
-// Texts and elements. Everything that a report says becomes a text node, never markup.
+// Texts and elements. All text of a report becomes text nodes, never markup.
 
 const UNITS = [["KiB", 1024, 1], ["MiB", 1024 ** 2, 1], ["GiB", 1024 ** 3, 2], ["TiB", 1024 ** 4, 2]];
 

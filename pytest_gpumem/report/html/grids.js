@@ -1,6 +1,6 @@
-// Sections and tables of who holds the bytes.
+// Sections and tables of the holders of bytes.
 
-// The bytes of a packed text, which need a browser from 2023 or later.
+// Unpack a text to bytes; this needs a browser from 2023 or later.
 async function unpack(text) {
   const letters = atob(text.trim());
   const bytes = new Uint8Array(letters.length);

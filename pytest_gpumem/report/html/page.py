@@ -1,9 +1,9 @@
 """The page: template, style, scripts and the run's data, in one text.
 
-The data are a row for each test in the first view, and its details, which are opened on a click.
+The data are a row for each test in the first view, and its details, which a click opens.
 
-The page makes no network requests, and its content security policy forbids them: only the two
-scripts whose hashes it names may run, so that a test's name never can.
+The page makes no network requests, and its content security policy forbids them. Only the two
+scripts whose hashes are in the policy may run, so that text from tests cannot.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ TESTS = (*DRAWING, "timeline.js", "trend.js", "usage.js", "detail.js", "table.js
 RECORDING = (*DRAWING, "tape.js", "recording.js")
 STYLES = ("vendor/uPlot.min.css", "page.css")
 TOGETHER = 20
-"""Tests whose details are packed, and unpacked, together."""
+"""The number of tests whose details are packed together."""
 
 _UNUSUAL = re.compile(r'\\[^"]|\x7f')
-"""Escapes in JSON for characters that may have to be shown as escapes: most reports have none."""
+"""JSON escapes of characters that may have to be shown as escapes; most reports have none."""
 
 
 def render(
     records: Sequence[TestRecord], past: Past | None = None, usage: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """Return the page of ``records``, to be written as UTF-8; no name in them can break it.
+    """Return the page of ``records``, to be written as UTF-8; names in them are escaped.
 
-    ``past`` has the peaks of earlier runs and at its end those of this one, ``usage`` is the use of
-    shared devices, as in a JSON report.
+    ``past`` has the peaks of earlier runs and, last, of this one; ``usage`` is the use of shared
+    devices, as in a JSON report.
     """
     ordered = sorted(records, key=lambda record: record.nodeid)
     overview = {**overview_of(ordered, past), "usage": list(usage)}
@@ -63,7 +63,7 @@ def assembled(template: str, scripts: Sequence[str], data: Any, details: Iterabl
     script = "\n".join(["'use strict';", *map(_file, scripts)])
     digests = (sha256(one.encode()).digest() for one in (libraries, script))
     hashes = " ".join(f"'sha256-{b64encode(digest).decode()}'" for digest in digests)
-    # Nothing in the JSON can end its script element.
+    # In this form the JSON cannot end its script element.
     text = compact(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     parts = {
         "policy": f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
@@ -76,7 +76,7 @@ def assembled(template: str, scripts: Sequence[str], data: Any, details: Iterabl
             f'<script type="text/plain" class="details">{text}</script>' for text in details
         ),
     }
-    # The content of a part is never read as a placeholder.
+    # A single substitution, so that placeholders in the parts are not replaced.
     page = _file(template).split("@@")
     page[1::2] = [parts[name] for name in page[1::2]]
     return "".join(page)
@@ -88,7 +88,7 @@ def packed(data: Any) -> str:
 
 
 def compact(data: Any) -> str:
-    """Return ``data`` as JSON in ASCII with every text in it visible, as :func:`shown` makes it."""
+    """Return ``data`` as ASCII JSON with the control characters escaped as in :func:`shown`."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     if _UNUSUAL.search(text):
         text = json.dumps(shown(data), separators=(",", ":"), allow_nan=False)
@@ -96,7 +96,7 @@ def compact(data: Any) -> str:
 
 
 def shown(data: Any) -> Any:
-    """Return ``data`` with every text in it visible: control characters escaped, at any depth."""
+    """Return ``data`` with the control characters of all its texts, at any depth, escaped."""
     if isinstance(data, str):
         return printable(data)
     if isinstance(data, dict):
@@ -152,12 +152,12 @@ def overview_of(records: Sequence[TestRecord], past: Past | None) -> dict[str, A
 
 
 def detail_of(record: TestRecord) -> dict[str, Any]:
-    """Return everything that is known of one test, with the sentences of its verdicts."""
+    """Return all data of one test, with the sentences of its verdicts."""
     data = record.to_dict()
     for measured in (data["measurement"], *data["other_devices"]):
         if measured is not None and "call" in measured["phases"]:
-            measured["phases"]["call"]["sites"] = []  # those of the whole test
-    if data["baseline"] is not None:  # of which the numbers are shown
+            measured["phases"]["call"]["sites"] = []  # equal to those of the whole test
+    if data["baseline"] is not None:  # only its numbers are shown
         data["baseline"] = {k: data["baseline"].get(k) for k in ("peak_allocated", "composition")}
     # The failed verdicts first, in the order of every report.
     statements = failure_statements(record.broken)
@@ -179,7 +179,7 @@ def status_of(record: TestRecord) -> str:
 
 
 def _trends(past: Past | None) -> Mapping[tuple[str, str], dict[str, Any]]:
-    """Return the history in each test's row: moment and peak of each point, and steps."""
+    """Return the history for each test's row: index and peak of each point, and the steps."""
     if past is None:
         return {}
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -219,9 +219,9 @@ def _row(record: TestRecord, environment: int) -> dict[str, Any]:
 
 
 def _failure(record: TestRecord) -> dict[str, Any]:
-    """Return in a few words why a test failed, and by how many bytes where a number is the reason.
+    """Return a few words on why a test failed, and by how many bytes if a number is the reason.
 
-    The cards above the table contain the cause.
+    The cards above the table show the cause.
     """
     if record.broken:
         first = main_verdict(record.broken)
@@ -234,7 +234,7 @@ def _failure(record: TestRecord) -> dict[str, Any]:
 
 
 def _whole(record: TestRecord, kind: str) -> list[Verdict]:
-    """Return the verdicts on the peak of the whole test, on the device that it is judged by."""
+    """Return the verdicts on the peak of the whole test on its judged device."""
     device = record.measurement.device if record.measurement else None
     return [
         verdict

@@ -1,4 +1,4 @@
-// The page of a recorded snapshot: what it comes to, every event, segments, and who holds the bytes.
+// The page of a recorded snapshot: its summary, events, segments, and the holders of the bytes.
 
 const RUN_LINES = {
   recorded: [{ name: "reserved", color: "var(--mark)" }, { name: "inactive split", color: "var(--mark)", dash: [5, 3] }],
@@ -40,7 +40,7 @@ function sourceOf(tape) {
   };
 }
 
-// What frames tell is worth most; without them there are only sizes.
+// The first grouping: by category or line if frames give them for most bytes, else by size.
 function firstStack(tape) {
   const known = tape.sitesAt(tape.peak);
   const bytes = (rows) => rows.reduce((sum, row) => sum + row.bytes, 0);
@@ -86,7 +86,7 @@ function holders(tape) {
   return { pin, element: section("Who holds the bytes", el("label", { class: "pick" }, "At ", select), box) };
 }
 
-// The calls that led to the largest.
+// The stacks of the largest blocks.
 function stacks(rows) {
   const known = rows.filter((row) => row.stack.length > 1).slice(0, 5);
   if (!known.length) return null;

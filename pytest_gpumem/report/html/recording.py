@@ -1,4 +1,4 @@
-"""The page's data on a recorded memory snapshot: every event, and the result of its replay."""
+"""The page's data on a recorded memory snapshot: its events, and the result of a replay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pytest_gpumem.report.html.page import packed
 Json = Mapping[str, Any]
 
 FREE, ELSEWHERE = -1, len(CATEGORIES) - 1
-"""Numbers of a free part of a segment, and of the category of an unknown block."""
+"""The numbers that stand for a free part of a segment, and for a block of unknown category."""
 
 
 @dataclass
@@ -46,14 +46,14 @@ class _Block:
 
 @dataclass
 class _Places:
-    """Numbers of places, and of the kinds of blocks from them."""
+    """The numbering of source lines (places), and of kinds of blocks allocated there."""
 
     numbers: dict[tuple[str, str | None, str | None, str | None], int] = field(default_factory=dict)
     stacks: list[tuple[str, ...]] = field(default_factory=list)
     kinds: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def kind(self, block: _Block) -> int:
-        """Return the number of the key that ``block`` shares with others: bytes and place."""
+        """Return the number of the kind of ``block``: its bytes and place."""
         facts = block.facts
         kind = category(facts, kept=block.kept)
         key = (kind, facts.site, facts.function, facts.operator)
@@ -74,9 +74,9 @@ class _Places:
 def recording_of(
     name: str, result: ReplayResult, *, notes: Sequence[str], used_elsewhere: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the page's data on a replay, and a packed text of each device: what depends on events.
+    """Return the page's data on a replay, and for each device a packed text of its events.
 
-    Sizes are bytes. ``notes`` are sentences that the command prints of the replay.
+    Sizes are bytes. ``notes`` are the sentences on the replay that the command prints.
     """
     devices = [_device(device) for device in result.devices]
     return {
@@ -96,7 +96,7 @@ def recording_of(
 
 
 def _device(device: DeviceReplay) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the data of a device, and what each event did to its blocks and its runs' bytes."""
+    """Return the data of a device, and the effect of each event on its blocks and bytes."""
     course = device.courses[0]
     blocks = _blocks(course)
     places = _Places()
@@ -162,7 +162,7 @@ def _held(segments: Iterable[Json]) -> Iterator[tuple[int, int]]:
 
 
 def _numbered(blocks: Sequence[_Block], places: _Places, events: int) -> array[int]:
-    """Return by event its effect: 0 nothing, 1 + 2n allocated a block of kind n, 2 + 2n freed."""
+    """Return each event's effect: 0 none, 1 + 2n allocates a block of kind n, 2 + 2n frees one."""
     numbers = array("q", bytes(8 * events))
     for block in blocks:
         number = 2 * places.kind(block)
@@ -195,7 +195,7 @@ def _segments(segments: Sequence[Json], known: Mapping[int, int]) -> list[dict[s
 
 
 def _parts(segment: Json, known: Mapping[int, int]) -> list[list[int]]:
-    """Return category, bytes and number of blocks side by side that hold the same."""
+    """Return category, bytes and count of adjacent blocks, merged if of the same category."""
     parts: list[list[int]] = []
     address = segment["address"]
     for block in segment["blocks"]:
@@ -217,7 +217,7 @@ def _facts_of(trace: Sequence[Json]) -> dict[tuple[int, ...], StackFacts]:
         if (key := _key(event)) not in stacks:
             stacks[key] = frames_in(event)
     files = {name for frames in stacks.values() for name in python_files(frames)}
-    # Of the files of the program: on a simulated GPU, stacks have the plugin's own, too.
+    # Only files of the program: on a simulated GPU, stacks contain the plugin's, too.
     absolute = [PurePath(name) for name in files if not is_torchs(name)]
     foreign = {"site-packages", "dist-packages", "lib", "pytest_gpumem"}
     own = [one.parent for one in absolute if one.is_absolute() and foreign.isdisjoint(one.parts)]
@@ -227,6 +227,6 @@ def _facts_of(trace: Sequence[Json]) -> dict[tuple[int, ...], StackFacts]:
 
 
 def _key(event: Json) -> tuple[int, ...]:
-    """Return the same for the same stack: a file holds each of its frames once."""
+    """Return a key that is equal for equal stacks: a snapshot contains each frame object once."""
     frames = event.get("frames")
     return tuple(map(id, frames)) if isinstance(frames, list) else ()

@@ -1,7 +1,7 @@
-// Which of many points a chart needs: of every stretch those where a series is highest and lowest.
+// The points that a chart draws: for each stretch, the highest and lowest point of each series.
 
-// Positions from `from` to `to`, in order, for `stretches` stretches of the `series`: arrays of
-// numbers by position. No maximum of any stretch is lost, however many points there are.
+// Sorted positions between `from` and `to` of the extremes of each `series` (an array of numbers by
+// position) in each of `stretches` stretches.
 function extremes(series, from, to, stretches) {
   const count = to - from + 1;
   if (count <= 2 * stretches) return Array.from({ length: count }, (_, i) => from + i);
@@ -21,7 +21,7 @@ function extremes(series, from, to, stretches) {
   return [...new Set(kept)].sort((a, b) => a - b);
 }
 
-// The first position where values are highest.
+// The first position of the highest value.
 function highestOf(values) {
   let best = 0;
   for (let i = 1; i < values.length; i++) if (values[i] > values[best]) best = i;

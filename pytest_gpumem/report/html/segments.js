@@ -1,4 +1,4 @@
-// Segments: what the allocator holds from the driver, and what of it lies unused.
+// Segments: the memory that the allocator holds from the driver, and its unused parts.
 
 const FIRST_SEGMENTS = 24;
 
@@ -38,7 +38,7 @@ function segmentList(segments, coloured) {
   const largest = Math.max(...segments.map((one) => one.bytes), 1);
   const list = el("ul", { class: "segments", "aria-label": "Segments, the largest first" });
   const add = (some) => list.append(...some.map((one) => segmentBar(one, largest, coloured)));
-  // Those with most free memory say why so much is reserved.
+  // Segments with most free memory first: they explain the reserved bytes.
   const free = (one) => one.parts.reduce((sum, [holds, bytes]) => sum + (holds < 0 ? bytes : 0), 0);
   const ordered = [...segments].sort((a, b) => free(b) - free(a) || b.bytes - a.bytes);
   add(ordered.slice(0, FIRST_SEGMENTS));
@@ -49,7 +49,7 @@ function segmentList(segments, coloured) {
   return el("div", null, list, more);
 }
 
-// What each run of a recording held from the driver at its peak and at its end.
+// The segments of each run of a recording at its peak and at its end.
 function momentsOf(runs) {
   return Object.entries(runs).flatMap(([name, run]) => [
     ["when most was reserved", run.segments.peak], ["at the end", run.segments.end],

@@ -1,4 +1,4 @@
-// The first view: causes, the table of tests, finding, sorting, opening.
+// The first view: causes, and the table of tests with search, sorting and details.
 
 const AT_ONCE = 200;
 const ORDER = Object.keys(overview.statuses);
@@ -20,7 +20,7 @@ const withWaits = tests.some((test) => test.waited);
 const withTimes = tests.some((test) => test.duration !== undefined);
 const unknownLast = (value) => (value === undefined || value === null ? -Infinity : value);
 
-// A test that ran out of memory stands by its size among those that failed.
+// A test that ran out of memory is sorted by its missing bytes among the failed tests.
 function rank(test) { return ORDER.indexOf(test.status === "error" && test.over ? "failed" : test.status); }
 function share(test) { return test.limit ? test.peak / test.limit : undefined; }
 function grown(test) { return test.baseline === undefined || test.peak === undefined ? undefined : test.peak - test.baseline; }

@@ -1,9 +1,9 @@
-// Every event of a recorded device: what it allocated, reserved and left split, and by whom.
+// The events of a recorded device: allocated, reserved and split bytes, and where they come from.
 
 const MOST_LAYERS = 9;
 const OTHERS = "var(--unknown)";
 
-// What a column comes to from the start on: the bytes then, and their change by each event.
+// The running sums of a column: the bytes at the start, then their change by each event.
 function summed(changes) {
   const sums = new Float64Array(Math.max(changes.length, 1));
   let sum = 0;
@@ -15,7 +15,7 @@ class Tape {
   constructor(device, columns) {
     this.device = device;
     this.length = device.events;
-    // Of each kind of block its bytes, and the number of the place that allocated it.
+    // For each kind of block its bytes, and the number of the line that allocated it.
     this.sizes = Float64Array.from(device.kinds, ([bytes]) => bytes);
     this.places = Uint32Array.from(device.kinds, ([, place]) => place);
     this.did = Uint32Array.from(columns.blocks);
@@ -39,13 +39,13 @@ class Tape {
     this.grouping = null;
   }
 
-  // The block that the event number `index` allocated or freed: number of its kind, else null.
+  // The kind of the block that event `index` allocated or freed, else null.
   kindAt(index) {
     const did = this.did[index];
     return did ? (did - 1) >> 1 : null;
   }
 
-  // How many blocks of each kind are live after a number of events.
+  // The number of live blocks of each kind after a number of events.
   liveAt(position) {
     const counts = Int32Array.from(this.start);
     for (let i = 0; i < position; i++) {
@@ -55,7 +55,7 @@ class Tape {
     return counts;
   }
 
-  // Rows of a table of what is live then, by place, most bytes first.
+  // Rows of a table of the live blocks then, by line, most bytes first.
   sitesAt(position) {
     const rows = new Map();
     this.liveAt(position).forEach((count, kind) => {
@@ -70,7 +70,7 @@ class Tape {
     return [...rows.values()].sort((a, b) => b.bytes - a.bytes);
   }
 
-  // Stack by `what`: category, line or size. The groups are those that hold most at the peak.
+  // Stack by `what`: category, line or size. The groups with most bytes at the peak are layers.
   group(what) {
     const { places } = this.device;
     const names = {
@@ -93,14 +93,14 @@ class Tape {
     return groups;
   }
 
-  // What a chart draws of the events from `from` to `to`.
+  // The chart's data on the events from `from` to `to`.
   sample(from, to, stretches) {
     const names = Object.keys(this.runs);
     const series = [this.allocated, ...names.flatMap((name) => [this.reserved[name], this.split[name]])];
     const positions = extremes(series, from, to, stretches);
     return {
       positions, layers: this.layersAt(positions),
-      // What runs out of memory has no end.
+      // A run that ran out of memory has no data for later events.
       lines: series.slice(1).map((values) => positions.map((position) => (position < values.length ? values[position] : null))),
     };
   }

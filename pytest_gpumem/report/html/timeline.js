@@ -1,4 +1,4 @@
-// What a test held over time, stacked by category, its phases as bands.
+// The allocated bytes of a test over time, stacked by category, with phases as bands.
 
 const LINES = {
   reserved: { name: "reserved", color: "var(--mark)" },
@@ -10,7 +10,7 @@ function timeline(line) {
   const totals = line.positions.map((_, i) => names.reduce((sum, category) => sum + line.categories[category][i], 0));
   const peak = highestOf(totals);
   const known = Object.keys(LINES).filter((name) => line[name]);
-  // The sample at a position: the last one that is not behind it.
+  // The sample at a position: the last one that is not after it.
   const at = (position) => {
     let index = line.positions.findIndex((one) => one > position);
     index = (index < 0 ? totals.length : index) - 1;
@@ -39,8 +39,7 @@ function sampleText(line, totals, index, pointed) {
   return `after event ${line.positions[index].toLocaleString("en-US")} of ${line.events.toLocaleString("en-US")}: ${size(totals[index])} allocated${parts ? ` (${parts})` : ""}${others}${did}${under}`;
 }
 
-// What was held from the driver at the peak, when it was most, and at the end; null where that was
-// not recorded.
+// The segments at the peak, when most was reserved, and at the end; null if not recorded.
 function reservedOf(line) {
   if (!line.reserved || !line.split) return null;
   const names = CATEGORIES.filter((category) => line.categories[category]);

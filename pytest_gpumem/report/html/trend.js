@@ -1,4 +1,4 @@
-// How a test's peak went over earlier reports.
+// The history of a test's peak over earlier reports.
 
 const SPARK = { width: 110, height: 24, pad: 3 };
 
@@ -17,7 +17,7 @@ function trendText(test) {
     : `${size(first)} to ${size(last)} (${change(last - first)}) in ${peaks.length} reports${steps}`;
 }
 
-// A line over all reports from the lowest to the highest peak; dots where a step came.
+// A line over all reports, scaled from the lowest to the highest peak, with dots at steps.
 function sparkline(test, { width, height, pad } = SPARK) {
   const peaks = test.trend.map((point) => point[1]);
   const [low, high] = [Math.min(...peaks), Math.max(...peaks)];
@@ -38,7 +38,7 @@ function trendCell(test) {
   return test.trend ? sparkline(test) : "–";
 }
 
-// What opens below a test: the same, larger, and each step with the report that brought it.
+// The larger version below a test, with each step and the first report after it.
 function trendSection(test) {
   if (!test.trend || test.trend.length < 2) return null;
   const columns = [

@@ -1,10 +1,10 @@
-// Devices that tests shared: how full they were over time, and which worker ran what when.
+// Shared devices: their use over time, and the tests of each worker.
 
 const LANE = 22;
 const LEVELS = 90;
 const USE_WIDTH = 1000;
 
-// Bytes that were granted from each moment on: [[seconds, bytes], ...].
+// The granted bytes from each moment on: [[seconds, bytes], ...].
 function levels(spans) {
   const changes = spans.flatMap((span) => [[span.begin, span.bytes], [span.end, -span.bytes]]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
   let level = 0;
