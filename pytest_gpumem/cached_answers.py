@@ -12,7 +12,7 @@ import functools
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from operator import attrgetter
@@ -119,7 +119,7 @@ def _clear(functions: set[Any]) -> None:
     unknown = list(functions)
     while unknown:
         name = unknown.pop().__name__
-        callers = {each for each, names in _cached_functions(len(sys.modules)) if name in names}
+        callers = {each for each, names in _cached_functions(tuple(sys.modules)) if name in names}
         unknown += callers - functions
         functions |= callers
     while functions:
@@ -144,8 +144,8 @@ def _is_answer(function: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def _cached_functions(modules: int) -> list[tuple[Any, frozenset[str]]]:
-    """Return all cached functions and the names that each uses; ``modules`` is a cache key."""
+def _cached_functions(modules: Sequence[str]) -> list[tuple[Any, frozenset[str]]]:
+    """Return all cached functions and the names that each uses; ``modules`` are the cache's key."""
     spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     found = {
         value
