@@ -13,11 +13,11 @@ machine is after the caller's memory has been read.
 from __future__ import annotations
 
 import ctypes
-import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from gc import get_objects  # by name, because code under test may replace the module's functions
 from itertools import compress
 from typing import Any
 
@@ -132,7 +132,7 @@ class LeftoverBlocks(LeftoverSpace):
     def _search(self, numbers: Set[int]) -> None:
         """Look up all tensors of Python objects in the blocks ``numbers``, and known ones."""
         self._known = {number: [] for number in numbers | self._known.keys()}
-        objects = gc.get_objects()
+        objects = get_objects()
         # Without a step of Python's for each object, of which there may be millions.
         for one in compress(objects, map(_HELD.__contains__, map(type, objects))):
             self._look_up(one)

@@ -50,8 +50,6 @@ _OWN = f"{__name__.partition('.')[0]}."
 
 def hide_own_frames() -> None:
     """End tracebacks in the user's code: pytest omits modules with ``__tracebackhide__``."""
-    if "pytest_gpumem.simulated.execution.mode" not in sys.modules:
-        return  # then none of them runs below a test's code
     # A copy is made at once: another thread may import at the same time, and values may be of any
     # type.
     for name, module in sys.modules.copy().items():
