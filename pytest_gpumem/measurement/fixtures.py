@@ -117,8 +117,11 @@ class FixtureRecords:
         Yields the list of fixtures that its function requests, which the caller completes with
         those it found set up. ``free`` frees memory that nothing holds.
         """
-        own = _SetUp(statistics.read_and_reset_peaks())
         outer = self._open[-1] if self._open else None
+        if outer is None:
+            # pytest has torn down what the fixture held for another parameter.
+            statistics.empty_cache()
+        own = _SetUp(statistics.read_and_reset_peaks())
         if outer is None:
             statistics.listeners.append(self._reach)
         self._open.append(own)
