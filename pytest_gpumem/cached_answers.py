@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dis
 import functools
-import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from gc import get_objects, get_referents  # by name: code under test may replace the module's
 from itertools import pairwise
 from operator import attrgetter
 from types import FrameType, ModuleType
@@ -84,7 +84,7 @@ def clear_cached_tensors() -> None:
     That run has another device, or one that knows the values of these tensors: D-FINE of
     transformers keeps tables of positions by ``functools.lru_cache``.
     """
-    for each in gc.get_objects():
+    for each in get_objects():
         if type(each) is functools._lru_cache_wrapper and _has_gpu_tensor(each, depth=3):
             each.cache_clear()
 
@@ -95,7 +95,7 @@ def _has_gpu_tensor(holder: Any, depth: int) -> bool:
         value.device.type == "cuda"
         if isinstance(value, tensor)
         else depth > 0 and type(value) in (dict, list, tuple) and _has_gpu_tensor(value, depth - 1)
-        for value in gc.get_referents(holder)
+        for value in get_referents(holder)
     )
 
 

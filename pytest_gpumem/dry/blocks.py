@@ -12,11 +12,11 @@ torch/csrc/autograd/engine.cpp, torch 2.6 to 2.15): on a busy machine too late f
 from __future__ import annotations
 
 import ctypes
-import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from gc import get_objects  # by name, because code under test may replace the module's functions
 from itertools import compress
 from typing import Any
 
@@ -131,7 +131,7 @@ class LeftoverBlocks(LeftoverSpace):
     def _search(self, numbers: Set[int]) -> None:
         """Find all Python tensors in the blocks ``numbers``, and in blocks found before."""
         self._known = {number: [] for number in numbers | self._known.keys()}
-        objects = gc.get_objects()
+        objects = get_objects()
         # Written without a Python statement per object, of which there may be millions.
         for one in compress(objects, map(_HELD.__contains__, map(type, objects))):
             self._look_up(one)

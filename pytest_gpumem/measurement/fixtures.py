@@ -117,8 +117,11 @@ class FixtureRecords:
         Yields the list of fixtures that its function requests; the caller appends those that were
         set up before. ``free`` frees garbage.
         """
-        own = _SetUp(statistics.read_and_reset_peaks())
         outer = self._open[-1] if self._open else None
+        if outer is None:
+            # pytest has torn down what the fixture held for another parameter.
+            statistics.empty_cache()
+        own = _SetUp(statistics.read_and_reset_peaks())
         if outer is None:
             statistics.listeners.append(self._reach)
         self._open.append(own)

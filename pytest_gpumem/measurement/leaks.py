@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import types
 import warnings
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from gc import get_objects, get_referents  # by name: code under test may replace the module's
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +120,7 @@ def _referents(value: Any) -> Iterable[Any]:
     if is_a(value, types.FunctionType):
         # Its globals would lead everywhere.
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
-    found = gc.get_referents(value)
+    found = get_referents(value)
     # References held by C++, which the garbage collector does not see.
     if is_a(value, torch.Tensor):
         with warnings.catch_warnings():
@@ -146,7 +146,7 @@ class Referrers:
         self._objects = objects
         starts = range(0, len(objects), CHUNK)
         self._chunks = [objects[start : start + CHUNK] for start in starts]
-        self._referents = [gc.get_referents(*chunk) for chunk in self._chunks]
+        self._referents = [get_referents(*chunk) for chunk in self._chunks]
         self.found: dict[int, list[Any]] = {}
         """The objects that refer to a value given to :meth:`find`, by the value's id."""
         self._keys: dict[int, dict[int, Any]] = {}
@@ -165,7 +165,7 @@ class Referrers:
         for chunk, referents in zip(self._chunks, self._referents, strict=True):
             if not wanted.isdisjoint(map(id, referents)):
                 for referrer in chunk:
-                    for key in wanted.intersection(map(id, gc.get_referents(referrer))):
+                    for key in wanted.intersection(map(id, get_referents(referrer))):
                         self.found[key].append(referrer)
         for owner in self._opened:
             for key in wanted & self._keys[id(owner)].keys():
@@ -209,7 +209,7 @@ def holder_names(blocks: frozenset[Block]) -> dict[int, str]:
     ``cache.KEPT[2]`` for a tensor that a global keeps, ``cache.WEIGHT.grad`` for a gradient, and
     ``the graph of train.losses[0]`` for one that autograd saved.
     """
-    heap = Referrers(gc.get_objects())  # the list does not contain itself, which would be a cycle
+    heap = Referrers(get_objects())  # the list does not contain itself, which would be a cycle
     tensors = heap.tensors()
     blocks_of = BlockLookup(blocks)
     at: defaultdict[int, list[torch.Tensor]] = defaultdict(list)

@@ -207,7 +207,8 @@ def _explanations(failed: Sequence[TestRecord], command: str) -> Iterator[str]:
             continue
         names = ", ".join(code(record.nodeid) for record in more[:MOST_ALIKE])
         rest = f" and {len(more) - MOST_ALIKE} more" if len(more) > MOST_ALIKE else ""
-        alike = f"\n\nthe same cause in {counted(len(more), 'test')}, {cause.size}: {names}{rest}"
+        size = f", {cause.size}" if cause.size else ""
+        alike = f"\n\nthe same cause in {counted(len(more), 'test')}{size}: {names}{rest}"
         yield f"{code(first.nodeid)}\n" + code_block(lines) + (alike if more else "")
     accepted = [record.nodeid for record in failed if _can_be_accepted(record)]
     if len(accepted) > 1:

@@ -50,8 +50,6 @@ _OWN = f"{__name__.partition('.')[0]}."
 
 def hide_own_frames() -> None:
     """End tracebacks in the user's code: pytest omits modules with ``__tracebackhide__``."""
-    if "pytest_gpumem.simulated.execution.mode" not in sys.modules:
-        return  # then no code of this plugin runs below a test's code
     # Copied, because another thread may import at the same time; values may have any type.
     for name, module in sys.modules.copy().items():
         if isinstance(name, str) and name.startswith(_OWN) and isinstance(module, ModuleType):

@@ -47,10 +47,16 @@ def _torch_restored(torch: Any) -> Iterator[None]:
     leave = torch.autocast_decrement_nesting
     leave()
     cuda, functions = torch.cuda, {name: getattr(torch.cuda, name) for name in _MEASURES_WITH}
+    set_device, set_share = cuda.set_device, cuda.set_per_process_memory_fraction
+    current = cuda.current_device() if (shares := _memory_shares(cuda)) else None
     try:
         yield
     finally:
         vars(cuda).update(functions)
+        for index, share in shares.items():
+            set_share(share, index)
+        if current is not None:
+            set_device(current)
         if _default_device(torch) != device:
             set_default_device(device)
         set_default_dtype(dtype)
@@ -62,6 +68,12 @@ def _torch_restored(torch: Any) -> Iterator[None]:
             pass
         if not depth:
             torch.clear_autocast_cache()
+
+
+def _memory_shares(cuda: Any) -> dict[int, float]:
+    """Return what the process may reserve of each device; does not initialise CUDA."""
+    devices = range(cuda.device_count()) if cuda.is_initialized() else ()
+    return {index: cuda.get_per_process_memory_fraction(index) for index in devices}
 
 
 def _default_device(torch: Any) -> Any:

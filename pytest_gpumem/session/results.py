@@ -102,10 +102,10 @@ class Results:
             self.lines[nodeid] = (report.location[0], (report.location[1] or 0) + 1)
             if worker := getattr(report, "worker_id", None):
                 self.environments.setdefault(worker, set()).add(record.environment)
-        if report.failed and run in self.by_run and not is_subtest:
+        if report.failed and not is_subtest and (known := self.by_run.get(run)) is not None:
             # A failed subtest or an error of the teardown comes after the record was made.
-            outcome = "failed" if report.when == "call" else "error"
-            self.by_run[run] = replace(self.by_run[run], outcome=outcome)
+            has_failed = report.when == "call" or known.outcome == "failed"
+            self.by_run[run] = replace(known, outcome="failed" if has_failed else "error")
 
     def collected(self, nodeids: Iterable[str], *, marked: bool) -> None:
         """Take in the ids of all collected tests, and whether any is to be measured."""

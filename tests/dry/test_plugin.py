@@ -158,6 +158,59 @@ def test_the_device_says_what_it_has_before_a_test_begins(dry_run: Run, tmp_path
     assert "3 tests on dry A100-40GB" in done.stdout
 
 
+SETTINGS = """
+import pytest, torch
+
+pytestmark = pytest.mark.gpumem
+
+def test_changes():
+    torch.zeros(1, device="cuda")
+    torch.cuda.set_device(1)
+    torch.cuda.set_per_process_memory_fraction(0.00001, 0)
+
+def test_finds_nothing_changed():
+    assert torch.zeros(1, device="cuda").device.index == 0
+"""
+
+
+def test_settings_of_torch_end_with_the_body_that_changed_them(
+    dry_run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "test_settings.py").write_text(SETTINGS)
+
+    done = pytest_in(tmp_path, device="dry:H100*2")
+
+    assert "2 passed" in done.stdout
+
+
+BROKEN_FIXTURE = """
+import pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError("teardown")
+"""
+
+
+def test_the_plugin_is_in_no_traceback(dry_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(BROKEN_FIXTURE)
+    (tmp_path / "test_broken.py").write_text(
+        """
+import pytest, torch
+
+@pytest.mark.gpumem
+def test_it(broken):
+    torch.zeros(1, device="cuda")
+"""
+    )
+
+    done = pytest_in(tmp_path)
+
+    assert "1 passed, 1 error" in done.stdout
+    assert "pytest_runtest_teardown" not in done.stdout
+
+
 def test_the_device_may_be_there_for_the_whole_session(project: Path) -> None:
     done = pytest_in(project, "--gpumem-sim-scope=session", "-k", "unmarked")
 

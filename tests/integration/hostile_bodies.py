@@ -78,7 +78,7 @@ BODIES: dict[str, tuple[str, str]] = {
         FAILED,
         "while True: KEPT.append(torch.empty(1 << 30, dtype=torch.uint8, device='cuda'))",
     ),
-    "changes_the_memory_fraction": (PASSED, "torch.cuda.set_per_process_memory_fraction(0.0001)"),
+    "changes_the_memory_fraction": (PASSED, "torch.cuda.set_per_process_memory_fraction(0.00001)"),
     "resets_the_statistics": (
         PASSED,
         "torch.cuda.reset_peak_memory_stats(); torch.cuda.empty_cache()",

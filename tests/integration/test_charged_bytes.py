@@ -302,3 +302,22 @@ def test_a_shared_fixture_is_set_up_anew_on_each_gpu_model(project: Project) -> 
     # cuBLAS takes 8,519,680 B on a T4 and 33,554,432 B on an H100.
     assert h100["measurement"]["peak_allocated"] - t4["measurement"]["peak_allocated"] == 25_034_752
     assert {test["measurement"]["allocated_before"] for test in tests.values()} == {4_096}
+
+
+def test_a_fixture_of_another_parameter_reserves_as_much(project: Project) -> None:
+    project.write(
+        test_parameters="""
+        @pytest.fixture(scope="module", params=[1, 2])
+        def shared(request):
+            return torch.empty(1 << 20, device="cuda")
+
+        @pytest.mark.gpumem
+        def test_it(shared):
+            pass
+        """
+    )
+
+    tests = project.report()
+
+    reserved = [test["measurement"]["peak_reserved"] for test in tests.values()]
+    assert reserved == [20 << 20] * 2

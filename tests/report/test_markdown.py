@@ -6,7 +6,16 @@ import pytest
 
 from pytest_gpumem.report.markdown import code, code_block, document, marker
 from pytest_gpumem.report.record import TestRecord
-from tests.report.example_run import MIB, failing, improved, measured, passing, record, unknown
+from tests.report.example_run import (
+    MIB,
+    failing,
+    improved,
+    measured,
+    passing,
+    record,
+    unknown,
+    verdict,
+)
 
 HOSTILE = "t.py::test_x[<script>a</script> `b`|c\\|d \x1b[31m\n::error::e @you <!-- -->]"
 SHOWN = (
@@ -69,6 +78,15 @@ def test_it_says_what_grew_by_which_line_and_what_accepts_it() -> None:
         "record them: pytest --gpumem-update-baselines=new\n"
         "```\n"
     )
+
+
+def test_tests_that_fail_alike_without_a_size_are_counted() -> None:
+    nothing = verdict("nothing_measured", 0, None)
+    records = [
+        replace(failing(), nodeid=f"t.py::test_{name}", verdicts=(nothing,)) for name in "ab"
+    ]
+
+    assert "the same cause in 1 test: `t.py::test_b`" in document(records)
 
 
 def test_a_run_in_order_is_two_lines() -> None:

@@ -64,6 +64,18 @@ def test_the_group_of_loadgroup_is_left_out(results: Results, reported: str, kep
     assert peaks(results) == {kept: 512}
 
 
+@pytest.mark.parametrize(("called", "outcome"), [("passed", "error"), ("failed", "failed")])
+def test_an_error_of_the_teardown_hides_no_failure(
+    results: Results, called: Literal["passed", "failed"], outcome: str
+) -> None:
+    results.take(report("test_a.py::test_a", called, peak=512))
+    teardown = report("test_a.py::test_a", "failed")
+    teardown.when = "teardown"
+    results.take(teardown)
+
+    assert [record.outcome for record in results.records] == [outcome]
+
+
 def test_an_attempt_that_is_rerun_does_not_count(results: Results) -> None:
     first = report("test_a.py::test_a", "failed", peak=4096)
     first.outcome = "rerun"  # type: ignore[assignment]  # as pytest-rerunfailures does
