@@ -164,12 +164,9 @@ operations that NCCL makes to multiply by a factor."""
 
 def _operation(given: Mapping[str, Any], number: int) -> str:
     """Return the reduction of a call, by the ``number`` that it has for NCCL."""
-    kind: Any = torch._C._distributed_c10d.ReduceOp
-    reduction = given.get("reduce_op")
-    if reduction is None:
+    if given.get("reduce_op") is None:
         return ""
-    is_scaled = number >= len(_OPERATIONS) or kind.unbox(reduction).op == kind.PREMUL_SUM
-    return "PREMUL_SUM" if is_scaled else _OPERATIONS[number]
+    return _OPERATIONS[number] if number < len(_OPERATIONS) else "PREMUL_SUM"
 
 
 class Libraries:
