@@ -153,6 +153,17 @@ def test_the_only_rank_keeps_its_values():
         distributed.destroy_process_group()
 
 @pytest.mark.gpumem(ranks=4, rank=1)
+def test_reductions_that_multiply():
+    # NCCL makes an operation for the factor; its result is not known.
+    from torch import distributed
+    from torch._C import _distributed_c10d
+    from pytest_gpumem import UnknownValueError
+    numbers = torch.ones(2, device="cuda")
+    distributed.all_reduce(numbers, _distributed_c10d._make_nccl_premul_sum(0.5))
+    with pytest.raises(UnknownValueError):
+        numbers.tolist()
+
+@pytest.mark.gpumem(ranks=4, rank=1)
 def test_sums_of_what_was_copied():
     from torch import distributed
     count, mean = torch.tensor([5, 6]).cuda(), torch.tensor([2.5]).cuda()
