@@ -48,13 +48,15 @@ def _torch_restored(torch: Any) -> Iterator[None]:
     leave()
     cuda, functions = torch.cuda, {name: getattr(torch.cuda, name) for name in _MEASURES_WITH}
     set_device, set_share = cuda.set_device, cuda.set_per_process_memory_fraction
+    share_of = cuda.get_per_process_memory_fraction
     current = cuda.current_device() if (shares := _memory_shares(cuda)) else None
     try:
         yield
     finally:
         vars(cuda).update(functions)
         for index, share in shares.items():
-            set_share(share, index)
+            if share_of(index) != share:  # errors of the allocator name a share that was ever set
+                set_share(share, index)
         if current is not None:
             set_device(current)
         if _default_device(torch) != device:

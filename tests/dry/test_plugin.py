@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.cached_answers import CACHED
 from tests.dry.conftest import REPOSITORY, Run, bare_environment
-from tests.integration.test_cached_answers import CACHED
 
 TESTS = """
 import pytest, pytest_gpumem, torch

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.dry.conftest import Run
 from tests.dry.test_plugin import pytest_in, reported
@@ -151,6 +151,17 @@ def test_the_only_rank_keeps_its_values():
         assert functional.all_reduce(data + 1, "sum", distributed.group.WORLD).tolist() == [2, 3]
     finally:
         distributed.destroy_process_group()
+
+@pytest.mark.gpumem(ranks=4, rank=1)
+def test_reductions_that_multiply():
+    # NCCL makes an operation for the factor; its result is not known.
+    from torch import distributed
+    from torch._C import _distributed_c10d
+    from pytest_gpumem import UnknownValueError
+    numbers = torch.ones(2, device="cuda")
+    distributed.all_reduce(numbers, _distributed_c10d._make_nccl_premul_sum(0.5))
+    with pytest.raises(UnknownValueError):
+        numbers.tolist()
 
 @pytest.mark.gpumem(ranks=4, rank=1)
 def test_sums_of_what_was_copied():
@@ -786,8 +797,8 @@ def test_groups_of_unknown_length_are_not_empty(tests: Any) -> None:
     # tokens, weights and products, 32,768 + 262,144 + 131,072 bytes, and cuBLAS's workspace.
     measured = tests["test_multiplies_groups_of_unknown_length"]["measurement"]
 
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        pytest.skip("came with torch 2.10")
+    if [int(part) for part in version("torch").split(".")[:2]] < [2, 10]:
+        pytest.skip("grouped_mm came with torch 2.10")
     assert measured["peak_allocated"] > 425_984 + 8_519_680
 
 

@@ -160,10 +160,18 @@ static bool multiply(void *numbers, size_t count, int type, int factor)
     return true;
 }
 
-enum { SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE }; /* ncclRedOp_t */
+enum { SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE, MADE }; /* ncclRedOp_t */
 static __thread int reduction;
 
 API int pytest_gpumem_dry_reduction(void) { return reduction; }
+
+/* Operations that multiply by a factor have the numbers after those of ncclRedOp_t. */
+API int ncclRedOpCreatePreMulSum(int *operation, IGNORED void *factor, IGNORED int type, IGNORED int residence,
+                                  IGNORED const struct communicator *communicator)
+{
+    *operation = MADE;
+    return SUCCESS;
+}
 
 /* The average and the extremes of equal numbers are the same number. */
 API int ncclAllReduce(const void *sent, void *received, size_t count, int type, int operation,
@@ -194,9 +202,10 @@ API int ncclReduce(const void *sent, void *received, size_t count, int type, int
     return ncclAllReduce(sent, received, count, type, operation, communicator, stream);
 }
 
-API int ncclReduceScatter(IGNORED const void *sent, void *received, size_t count, int type, IGNORED int operation,
+API int ncclReduceScatter(IGNORED const void *sent, void *received, size_t count, int type, int operation,
                           IGNORED const struct communicator *communicator, void *stream)
 {
+    reduction = operation;
     return receive(received, count, type, stream);
 }
 

@@ -23,7 +23,14 @@ from pytest_gpumem.dry.values.memory import Memory, seen_by_cpu
 from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
-from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_view, named
+from pytest_gpumem.simulated.machine.signatures import (
+    Args,
+    Handler,
+    Kwargs,
+    is_data_dependent,
+    is_view,
+    named,
+)
 from pytest_gpumem.simulated.machine.storages import parts_of_sparse
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -333,7 +340,7 @@ class Execution:
     def _run_with_unknown_inputs(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of CPU tensors, some of which hold unknown values."""
         func = operator.func
-        if sizes.DATA_DEPENDENT & set(func.tags):
+        if is_data_dependent(func):
             self._reads.refuse(f"{shown_operator(operator.name)}()")
         result = func(*args, **kwargs)
         answer = self._values.if_finite(func, args) if operator.asks else None

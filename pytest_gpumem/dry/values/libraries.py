@@ -164,12 +164,9 @@ which NCCL creates at run time."""
 
 def _operation(given: Mapping[str, Any], number: int) -> str:
     """Return the name of a call's reduction; ``number`` is its ``ncclRedOp_t``."""
-    kind: Any = torch._C._distributed_c10d.ReduceOp
-    reduction = given.get("reduce_op")
-    if reduction is None:
+    if given.get("reduce_op") is None:
         return ""
-    is_scaled = number >= len(_OPERATIONS) or kind.unbox(reduction).op == kind.PREMUL_SUM
-    return "PREMUL_SUM" if is_scaled else _OPERATIONS[number]
+    return _OPERATIONS[number] if number < len(_OPERATIONS) else "PREMUL_SUM"
 
 
 class Libraries:

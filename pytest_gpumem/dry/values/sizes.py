@@ -25,8 +25,6 @@ from pytest_gpumem.simulated.machine.values.assumptions import is_printing
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
-DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-
 _MASKS = (torch.bool, torch.uint8)
 _INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")
 _ALONG = ("unique_dim", "unique_dim_consecutive")

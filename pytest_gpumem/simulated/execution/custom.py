@@ -24,8 +24,14 @@ from pytest_gpumem.simulated.common.callsite import refusing, running
 from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.execution import computing
 from pytest_gpumem.simulated.execution.computing import is_factory
-from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
-from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_out
+from pytest_gpumem.simulated.execution.runner import CUDA, Runner
+from pytest_gpumem.simulated.machine.signatures import (
+    Args,
+    Handler,
+    Kwargs,
+    is_data_dependent,
+    is_out,
+)
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import below_autograd, tables
 from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS, checked_outputs, on_gpu
@@ -170,7 +176,7 @@ def is_sized_by_values(func: Any) -> bool:
     """
     rule = tables.rule_of(func)
     is_shaped = rule is not None and rule.shapes is not None
-    is_sized = bool(DATA_DEPENDENT & set(func.tags)) and not is_out(func._schema)
+    is_sized = is_data_dependent(func) and not is_out(func._schema)
     return is_sized and not is_shaped
 
 

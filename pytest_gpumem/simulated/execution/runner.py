@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.execution.shapes import NEW, TORCHS_OWN, Shapes
 from pytest_gpumem.simulated.machine import checks
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
-from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, is_data_dependent
 from pytest_gpumem.simulated.machine.storages import Storages, poison, storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -36,8 +36,6 @@ from pytest_gpumem.values.errors import (
 
 CUDA = "cuda"
 HOST = "cpu"
-DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-"""Tags of operators whose results have sizes that values decide."""
 _OF_LISTS = frozenset({torch.int64, torch.bool, torch.uint8})
 """Types of the tensors that C++ makes of lists of indices."""
 _SEVERAL = (tuple, list, GeneratorType)
@@ -246,7 +244,7 @@ class Runner:
         """Raise the error of a simulated GPU for ``error``, of a kernel without values."""
         text = str(error)
         if isinstance(error, NotImplementedError):
-            if DATA_DEPENDENT & set(func.tags):
+            if is_data_dependent(func):
                 raise UnknownValueError(self.unknown(func)) from error
             raise no_shapes(self, func, args, kwargs) from error
         if any(sign in text for sign in _SIGNS_OF_NO_SHAPES):

@@ -17,8 +17,18 @@ Kwargs = dict[str, Any]
 Handler = Callable[[Args, Kwargs], Any]
 """A function that runs one operator with its arguments."""
 
+_DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
 UNREAD = ...
 """A result of a kernel that no formula reads."""
+
+
+def is_data_dependent(func: OpOverload) -> bool:
+    """Return whether values decide which results ``func`` has, or how large they are.
+
+    Up to torch 2.11 ``_unique`` has no tag (native_functions.yaml; on 2.13 it has one).
+    """
+    return bool(_DATA_DEPENDENT & set(func.tags)) or func is torch.ops.aten._unique.default
 
 
 class Signature:

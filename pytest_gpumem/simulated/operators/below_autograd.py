@@ -57,15 +57,22 @@ _KEYS = (
 """Dispatch keys of kernels that do the same on every device; an operator runs its first one."""
 
 
-def _built(operator: Any) -> Composite:
-    """Return the kernel of ``operator`` that does the same on every device."""
-    key = next(key for key in _KEYS if operator.has_kernel_for_dispatch_key(key))
+def _built() -> dict[str, Composite]:
+    """Return the functions of :data:`_BUILT` that this torch has, each with its shared kernel.
 
-    def call(*args: Any) -> Any:
-        given, named = passed(operator, args)
-        return operator._op_dk(key, *given, **named)
+    Where torch takes one apart above autograd, as 2.6 does ``ldexp``, it comes as its parts.
+    """
+    found = {name: operator for name in _BUILT if (operator := overload_of(name))}
+    return {
+        f"aten.{name}": partial(_run, operator, key)
+        for name, operator in found.items()
+        if (key := next(filter(operator.has_kernel_for_dispatch_key, _KEYS), None))
+    }
 
-    return call
+
+def _run(operator: Any, key: torch._C.DispatchKey, *args: Any) -> Any:
+    given, named = passed(operator, args)
+    return operator._op_dk(key, *given, **named)
 
 
 def _copied(name: str, *args: Any) -> Tensor:
@@ -114,7 +121,7 @@ BELOW_AUTOGRAD: dict[str, Composite] = {
         for name in ("mvlgamma", "histc", "_fft_c2c", "_fft_c2r")
     },
     "aten._fft_r2c.out": _fft_r2c_out,
-    **{f"aten.{name}": _built(found) for name in _BUILT if (found := overload_of(name))},
+    **_built(),
 }
 
 

@@ -154,19 +154,20 @@ def _before(
     return scratch
 
 
-_Distinct = tuple[Tensor, Tensor, Tensor]
-"""Values, the index of each element's value, and the count of each value."""
+_Distinct = tuple[Tensor, ...]
+"""Values, the index of each element's value, and the count of each value, but of ``_unique``."""
 
 
 def _placed(
     self: Tensor,
-    return_counts: bool,
     result: _Distinct,
+    return_counts: bool = False,
     dim: int | None = None,
     sorted: bool | None = None,
 ) -> Iterator[Tensor]:
     """Yield the results, which CUDA makes as large as the input and then shortens in place."""
-    values, inverse, counts = result
+    values, inverse, *rest = result
+    counts = rest[0] if rest else inverse.new_empty(0)
     is_boolean = sorted is not None and self.dtype == torch.bool
     room = 2 if is_boolean else self.numel()
     if not is_boolean:
@@ -244,7 +245,7 @@ RULES = {
     "fake_quantize_per_channel_affine_cachemask": Rule(before=_zero_points),
     "searchsorted bucketize": Rule(before=_number, after=_search),
     "nonzero_static": Rule(after=_static),
-    "_unique2 unique_consecutive": Rule(before=_before, outputs=_placed, after=_select),
+    "_unique _unique2 unique_consecutive": Rule(before=_before, outputs=_placed, after=_select),
     "bincount": Rule(before=_bins),
     "histc": Rule(after=_range),
 }

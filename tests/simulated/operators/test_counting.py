@@ -51,6 +51,16 @@ def test_unique_with_inverse_and_counts(on: Any) -> None:
     ]  # fmt: skip
 
 
+def test_the_gradient_of_a_number_that_is_filled_in_looks_for_distinct_places(on: Any) -> None:
+    gpu = on()
+    places = known()
+    assert gpu.of(lambda: torch._unique(places)) == gpu.of(lambda: torch.unique(places))
+    # Without a tag that values decide their number, torch up to 2.11 refuses shapes alone.
+    number = torch.ones((), device="cuda", requires_grad=True)
+    torch.zeros(COUNT, device="cuda").index_fill(0, places, number).sum().backward()
+    assert number.grad is not None
+
+
 def test_consecutive_values_are_not_sorted(on: Any) -> None:
     gpu = on("A100-40GB", "2.9")
     numbers = known()

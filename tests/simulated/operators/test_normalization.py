@@ -136,6 +136,12 @@ def test_group_norm_as_measured_on_a_b200(channels: int, mib: float) -> None:
         del rival
 
 
+is_fused = pytest.mark.skipif(
+    not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="this torch has the parts alone"
+)
+
+
+@is_fused
 @pytest.mark.parametrize(("size", "mib"), [(1024, 40.0224609375), (16384, 640.1103515625)])
 def test_rms_norm_as_measured_on_an_h100(size: int, mib: float) -> None:
     # linkedin/Liger-Kernel, all_benchmark_data.csv, megatron_rms_norm, torch.
@@ -150,6 +156,7 @@ def test_rms_norm_as_measured_on_an_h100(size: int, mib: float) -> None:
         assert peaks(full) == mib
 
 
+@is_fused
 def test_rms_norm_was_made_of_operators_before(on: Any) -> None:
     nodes = []
     for version in ("2.8", "2.9"):
