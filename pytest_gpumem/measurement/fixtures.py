@@ -108,6 +108,11 @@ class FixtureRecords:
         """Drop the record of a fixture that has been torn down."""
         self._count_known(self._records.pop(fixture, FixtureRecord()).held, -1)
 
+    @property
+    def is_metering(self) -> bool:
+        """Whether a set-up is running."""
+        return bool(self._open)
+
     @contextmanager
     def metering(
         self, fixture: FixtureKey, statistics: CudaStatistics, free: Callable[[], None]
@@ -117,11 +122,8 @@ class FixtureRecords:
         Yields the list of fixtures that its function requests; the caller appends those that were
         set up before. ``free`` frees garbage.
         """
-        outer = self._open[-1] if self._open else None
-        if outer is None:
-            # pytest has torn down what the fixture held for another parameter.
-            statistics.empty_cache()
         own = _SetUp(statistics.read_and_reset_peaks())
+        outer = self._open[-1] if self._open else None
         if outer is None:
             statistics.listeners.append(self._reach)
         self._open.append(own)

@@ -72,6 +72,9 @@ class Meter:
     def setting_up(self, fixture: FixtureKey) -> Iterator[list[FixtureKey]]:
         """Meter the set-up of a fixture; see :meth:`FixtureRecords.metering`."""
         if not self._running:
+            if not self._fixtures.is_metering:
+                # pytest may have torn down what the fixture held for another parameter.
+                self._statistics.empty_cache()
             before = self._statistics.live_blocks()
             free_garbage = partial(self._free_garbage, fixture, before)
             with self._fixtures.metering(fixture, self._statistics, free_garbage) as nested:

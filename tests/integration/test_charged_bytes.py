@@ -321,3 +321,24 @@ def test_a_fixture_of_another_parameter_reserves_as_much(project: Project) -> No
 
     reserved = [test["measurement"]["peak_reserved"] for test in tests.values()]
     assert reserved == [20 << 20] * 2
+
+
+def test_a_fixture_that_the_body_requests_leaves_the_bodys_cached_segments(
+    project: Project,
+) -> None:
+    project.write(
+        test_requested="""
+        @pytest.fixture
+        def inner():
+            return torch.empty(1 << 10, device="cuda")
+
+        @pytest.mark.gpumem
+        def test_it(request):
+            torch.empty(5 << 20, device="cuda")
+            before = torch.cuda.memory_reserved()
+            request.getfixturevalue("inner")
+            assert torch.cuda.memory_reserved() >= before == 20 << 20
+        """
+    )
+
+    project.run().assert_outcomes(passed=1)
