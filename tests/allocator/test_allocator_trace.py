@@ -80,7 +80,7 @@ def test_out_of_memory_is_an_event_with_the_free_bytes_and_the_rounded_request()
     assert allocator.trace[-1] == TraceEntry("oom", 30 * MIB, 31 * MIB, 2)
 
 
-def test_the_trace_is_a_view_that_follows() -> None:
+def test_the_trace_is_a_view_that_follows_new_events() -> None:
     allocator = Allocator(1 << 30)
     trace = allocator.trace
     assert len(trace) == 0
@@ -94,7 +94,7 @@ def test_the_trace_is_a_view_that_follows() -> None:
     assert len(trace) == 4
 
 
-def test_context_rides_on_the_events_and_a_free_shows_that_of_the_allocation() -> None:
+def test_a_free_event_shows_the_context_of_its_allocation() -> None:
     allocator = Allocator(1 << 30)
     first = allocator.malloc(512, context="forward")
     second = allocator.malloc(512)
