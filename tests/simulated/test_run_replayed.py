@@ -1,4 +1,4 @@
-"""A run's snapshot replayed with other settings, against a run that had them."""
+"""A run's snapshot replayed with other settings, against a run with these settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(gpu: str = "A100-40GB", alloc_conf: str = "", width: int = 1500) -> Simu
         "garbage_collection_threshold:0.5",
     ],
 )
-def test_other_settings_answer_as_a_run_that_has_them(conf: str) -> None:
+def test_a_replay_with_other_settings_equals_a_run_with_them(conf: str) -> None:
     default, other = run(), run(alloc_conf=conf)
 
     result = replay(default.snapshot(), conf)
