@@ -53,9 +53,7 @@ def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape or (2, 3), dtype=dtype, device="cuda")
 
 
-def test_a_refused_operator_is_named_with_a_description(
-    library: torch.library.Library,
-) -> None:
+def test_a_refused_operator_is_named_with_a_description(library: torch.library.Library) -> None:
     library.define("fused(Tensor x, *, float eps=1e-6) -> Tensor")
     with simulate("T4"):
         error = refusal(lambda: ops.fused(x(), eps=1e-5))

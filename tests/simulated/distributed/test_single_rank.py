@@ -70,9 +70,7 @@ def test_collectives_give_the_only_rank_what_it_sends(device: str, tmp_path: Pat
     assert gpu.notes == ()
 
 
-def test_rank_and_size_may_come_from_variables(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_variables_may_give_rank_and_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """torchrun with one process sets these; a function imported before is patched too."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
