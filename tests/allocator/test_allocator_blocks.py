@@ -86,7 +86,7 @@ def test_the_smallest_block_that_fits_is_used(allocator: Allocator) -> None:
     assert allocator.malloc(90 * KIB) == addresses[0]
 
 
-def test_of_equal_blocks_the_lowest_address_is_used(allocator: Allocator) -> None:
+def test_the_lowest_address_of_equal_blocks_is_used(allocator: Allocator) -> None:
     addresses = [allocator.malloc(size) for size in (4096, 512, 4096, 512, 4096, 512)]
     for hole in (4, 0, 2):
         allocator.free(addresses[hole])
@@ -248,7 +248,7 @@ def test_large_segment_size_mb_sets_the_size_of_20_mib_segments() -> None:
     ("version", "older_first"),
     [((2, 6), False), ((2, 12), False), ((2, 13), True), ((2, 15), True)],
 )
-def test_of_free_blocks_of_one_size_the_older_segment_is_used_since_2_13(
+def test_since_2_13_the_older_segment_of_equal_blocks_is_used(
     version: tuple[int, int], older_first: bool
 ) -> None:
     addresses = iter([40 * MIB, 60 * MIB, 10 * MIB])
@@ -268,7 +268,7 @@ def test_of_free_blocks_of_one_size_the_older_segment_is_used_since_2_13(
     assert allocator.malloc(12 * MIB) == (older if older_first else newer)
 
 
-def test_within_a_segment_the_lowest_address_is_used_in_every_release() -> None:
+def test_the_lowest_address_within_a_segment_is_used() -> None:
     for version in ((2, 6), (2, 15)):
         allocator = Allocator(1 << 30, AllocatorSettings(version=version), version)
         blocks = [allocator.malloc(4 * MIB) for _ in range(5)]

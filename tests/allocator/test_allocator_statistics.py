@@ -141,7 +141,7 @@ def test_inactive_split_counts_the_free_parts_of_segments_in_use(allocator: Allo
     assert stat(allocator, "inactive_split") == (1, 2, 2, 1)
     assert stat(allocator, "inactive_split_bytes") == (rest - 3072, rest - 1024, rest, 3072)
 
-    allocator.free(b)  # merges with the part behind: bytes only
+    allocator.free(b)  # merges with the next part: bytes only
     assert stat(allocator, "inactive_split") == (1, 2, 2, 1)
     assert stat(allocator, "inactive_split_bytes") == (rest - 1024, rest - 1024, rest + 2048, 3072)
 

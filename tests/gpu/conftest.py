@@ -21,7 +21,7 @@ def pytest_pycollect_makemodule() -> None:
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    """A device, empty but for what other tests have leaked."""
+    """Make the device available, empty except for leaks of other tests."""
     gc.collect()
     with device_under_test():
         yield

@@ -120,7 +120,7 @@ def test_backward_of_a_linear_layer_has_its_own_workspace(read: Read) -> None:
 
     kept = kept_workspaces()
     forward = seen["forward"] - TENSORS
-    # Backward runs on a thread of its own, whose products have a workspace of their own.
+    # Backward runs on autograd's thread, which has its own cuBLAS workspace.
     backward = seen["backward"] - seen["forward"] - MODEL
     assert {forward, backward} <= kept
     assert seen["deleted"] == forward + backward

@@ -95,7 +95,7 @@ class Corpus:
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(_paths(self._folder)),
-                # The first run compiles, and the others find what it has compiled.
+                # The first run compiles; the others read its cache.
                 "TORCHINDUCTOR_CACHE_DIR": str(self._folder.parent / "inductor"),
             },
             capture_output=True,

@@ -188,7 +188,7 @@ def test_an_overload_may_have_a_description_of_its_own(library: torch.library.Li
         assert torch.ops.gpumem_mylib.mix(x, 7).shape == (7,)
 
 
-def test_outputs_that_do_not_fit_the_operator_are_an_error_in_one_sentence(
+def test_outputs_that_do_not_fit_the_schema_are_one_sentence(
     library: torch.library.Library,
 ) -> None:
     library.define("pair(Tensor x) -> (Tensor, Tensor)")
@@ -259,7 +259,7 @@ def test_a_function_described_in_a_simulation_is_restored_afterwards(
         assert mylib.launch(torch.ones(3, device="cuda")).shape == (7,)
 
 
-def test_what_a_described_kernel_may_have_written_is_unknown(mylib: ModuleType) -> None:
+def test_tensors_that_a_described_kernel_may_write_become_unknown(mylib: ModuleType) -> None:
     simulate_operator("gpumem_mylib.launch")(lambda x: None)
     with simulate("T4"):
         lengths = torch.tensor([3, 4]).cuda()

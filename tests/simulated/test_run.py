@@ -50,7 +50,7 @@ def test_peaks_of_the_run_are_independent_of_resets_by_the_code() -> None:
         assert torch.cuda.max_memory_allocated() == 4 * MIB
         torch.cuda.reset_peak_memory_stats()
         assert torch.cuda.max_memory_allocated() == 0
-        # ... nor what the code resets to the run.
+        # ... nor are the code's resets visible to the run.
         assert gpu.peak_allocated == 4 * MIB
         assert gpu.peak_reserved == 22 * MIB
     assert gpu.phases["later"].peak_allocated == 1024

@@ -61,7 +61,7 @@ def test_a_smaller_gpu_fails_where_a_run_on_it_does() -> None:
     shortage = replay(recorded.snapshot(), gpu="RTX-4060").out_of_memory
 
     assert shortage is not None
-    # The event's address is what the device had left, its size was rounded.
+    # The event's address is the device's free memory, its size was rounded.
     assert shortage.free == failed.addr
     assert -(-shortage.requested // 512) * 512 == failed.size
     event = recorded.trace[shortage.event]

@@ -80,7 +80,7 @@ def test_autocast_casts_within_the_graph() -> None:
         assert sorted(allocated(gpu, before))[:3] == [MIB, MIB, 2 * MIB]
 
 
-def test_a_norm_by_root_mean_squares_keeps_its_input_and_a_number_for_each_row() -> None:
+def test_rms_norm_saves_its_input_and_one_number_per_row() -> None:
     with simulate("A100-40GB", compile="always") as gpu:
         norm = nn.RMSNorm(1024).cuda()
         x = torch.ones(256, 1024, device="cuda", requires_grad=True)
@@ -268,7 +268,7 @@ def test_cuda_graphs_keep_their_last_result_and_its_graph() -> None:
         chain = compiled(lambda x: x.sin().cos(), mode="reduce-overhead")
         x = torch.ones(256, 1024, device="cuda", requires_grad=True)  # 1 MiB
         for _ in range(3):
-            x.grad = None  # the next run overwrites what the graph of backward has made
+            x.grad = None  # the next run overwrites the results of backward's graph
             torch.compiler.cudagraph_mark_step_begin()
             y = chain(x)
             y.sum().backward()

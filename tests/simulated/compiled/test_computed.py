@@ -69,7 +69,7 @@ def test_a_training_step_has_the_values_of_eager_code() -> None:
     assert happened[0] == happened[1] != happened[2]
 
 
-def test_a_norm_by_root_mean_squares_has_the_values_of_eager_code() -> None:
+def test_rms_norm_has_the_values_of_eager_code() -> None:
     values = []
     for how in ("always", "eager"):
         with simulate("A100-40GB", real_values=True, compile=how):

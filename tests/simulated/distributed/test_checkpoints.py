@@ -148,7 +148,7 @@ def test_a_full_state_dict_is_broadcast_from_rank_0(gpu: SimulatedRun) -> None:
     set_state_dict(model, optimizer, model_state_dict={}, optim_state_dict={}, options=options)
     # Tensors are received whole, and the rank keeps its part.
     assert torch.cuda.max_memory_allocated() - before >= WEIGHT
-    # Until torch 2.7 the averages are views of what was received.
+    # Until torch 2.7 the averages are views of the received tensor.
     is_view = torch.__version__.startswith("2.6.")
     assert gpu.allocated - before == (2 * LAYERS * (WEIGHT - WEIGHT // RANKS) if is_view else 0)
 

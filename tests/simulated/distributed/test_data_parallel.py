@@ -103,7 +103,7 @@ def test_a_hook_that_compresses_takes_half_a_bucket() -> None:
             parallel.register_comm_hook(None, getattr(default_hooks, name))
             step(parallel)
         peaks[name] = gpu.peak_allocated
-    # buffer.to(bfloat16), when what forward kept is nearly gone: 16 KiB of each layer.
+    # buffer.to(bfloat16), when most saved tensors are freed: 16 KiB of each layer.
     more = peaks["bf16_compress_hook"] - peaks["allreduce_hook"]
     assert WEIGHTS // 2 - LAYERS * 32 * 1024 < more <= WEIGHTS // 2
 

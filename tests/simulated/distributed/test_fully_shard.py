@@ -66,7 +66,7 @@ def test_parameters_become_shards_one_by_one() -> None:
         assert isinstance(parallel, FSDPModule)
 
 
-def test_one_layer_is_gathered_while_another_computes() -> None:
+def test_a_layer_is_gathered_while_another_computes() -> None:
     with simulate("H100", world_size=RANKS) as gpu, torch.no_grad():
         parallel = sharded()
         x = torch.randn(2, 2048, device="cuda")

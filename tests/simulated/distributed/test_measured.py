@@ -21,6 +21,6 @@ def test_simulated_peaks_equal_published_measurements(index: int) -> None:
         assert number.note or not number.off
 
 
-def test_there_are_more_than_twenty_configurations() -> None:
+def test_the_table_has_more_than_twenty_configurations() -> None:
     assert len(CONFIGURATIONS) > 20
     assert all(each.stated for each in CONFIGURATIONS)

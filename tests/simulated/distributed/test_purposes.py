@@ -67,5 +67,5 @@ def test_half_precision_shards_have_a_purpose() -> None:
 def test_buckets_of_data_parallel_have_a_purpose() -> None:
     with simulate("H100", world_size=8) as gpu:
         step(DistributedDataParallel(model()))
-    # One for both layers, and before it what all parameters are sent in.
+    # One bucket for both layers, and before it the buffer that broadcasts all parameters.
     assert set(purposes(gpu)) == {("gradient buckets", "buffer", 8192)}

@@ -37,7 +37,7 @@ def number_of_meta(module: nn.Module) -> int:
         lambda x: x.new_tensor([1.0], device="meta"),
     ],
 )
-def test_what_is_asked_for_on_meta_takes_no_memory(make: Callable[[torch.Tensor], Any]) -> None:
+def test_tensors_made_on_meta_take_no_memory(make: Callable[[torch.Tensor], Any]) -> None:
     with simulate("T4") as gpu:
         x = torch.ones(256, device="cuda")
         made = make(x)

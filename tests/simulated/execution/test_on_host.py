@@ -53,7 +53,7 @@ def test_known_gradients_stay_known_on_the_host() -> None:
 
 
 class Offloaded(torch.autograd.Function):
-    """A copy to the GPU with a backward of its own."""
+    """A custom autograd function that copies to the GPU."""
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:

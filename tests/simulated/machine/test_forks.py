@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(
         multiprocessing.get_start_method() != "fork", reason="processes are not forked here"
     ),
-    # What a real process pool does: the interpreter warns that other threads do not come along.
+    # A real process pool warns too: the interpreter does not copy other threads into a fork.
     pytest.mark.filterwarnings("ignore:This process"),
 ]
 

@@ -1,4 +1,4 @@
-"""A machine with several simulated GPUs: where tensors live, and what each GPU allocates."""
+"""A machine with several simulated GPUs: devices of tensors, and allocations of each GPU."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def test_random_states_are_per_device() -> None:
     ],
 )
 @pytest.mark.usefixtures("gpu")
-def test_what_needs_real_gpus_is_refused_by_name(name: str, use: Callable[..., Any]) -> None:
+def test_functions_of_real_gpus_are_refused_by_name(name: str, use: Callable[..., Any]) -> None:
     with pytest.raises(UnsupportedOperatorError) as error:
         use(nn.Linear(3, 3).cuda())
     place = f"{os.path.relpath(__file__)}:"
@@ -387,7 +387,7 @@ def test_data_parallel_moves_its_inputs_to_its_gpu() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_gradients_of_data_parallel_are_gathered_into_a_tensor_of_their_own() -> None:
+def test_data_parallel_gathers_gradients_into_one_new_tensor() -> None:
     model = nn.DataParallel(nn.Linear(256, 1).cuda(), device_ids=[0])
     given = torch.zeros(8, 256, device="cuda", requires_grad=True)
     result = model(given).sum()

@@ -153,7 +153,7 @@ def test_a_list_of_indices_is_a_tensor_on_the_device() -> None:
         assert x[:, [-1, 0]].tolist() == [[2, 0], [5, 3]]
         assert x[[1]].tolist() == [[3, 4, 5]]
         assert gpu.allocated == before
-        # The indices, and then what they choose.
+        # The indices, and then the selected elements.
         sizes = [event.size for event in gpu.trace if event.action == "alloc"]
         assert sizes[-4:] == [16, 32, 8, 24]
 
@@ -302,7 +302,7 @@ def test_cpu_memory_into_which_unknown_values_are_copied_is_unknown() -> None:
         shared = np.ones(8, dtype=np.float32)
         y = torch.from_numpy(shared)
         y.copy_(x)
-        assert np.isnan(shared).all()  # nobody sees who reads that
+        assert np.isnan(shared).all()  # reads of it cannot be seen
         total = torch.zeros(8).add_(y)
         for unknown in (y, y[2:4], y + 1, y.sum(), total, y.cuda()):
             with pytest.raises(UnknownValueError, match=rf"tolist\(\) at .*{HERE}:\d+"):
@@ -421,7 +421,9 @@ def test_an_operator_without_shapes_is_named() -> None:
         lambda x: torch.export.export(nn.Linear(3, 3).cuda(), (x,)),
     ],
 )
-def test_what_needs_a_real_device_is_refused_by_name(run: Callable[[torch.Tensor], Any]) -> None:
+def test_functions_of_a_device_are_refused_by_name(
+    run: Callable[[torch.Tensor], Any],
+) -> None:
     with simulate("T4"), pytest.raises(UnsupportedOperatorError, match=rf"{HERE}:\d+ needs a real"):
         run(torch.ones(1, 3, device="cuda"))
 

@@ -290,7 +290,7 @@ def test_sums_of_groups_above_2_gib_are_accumulated_in_float32(on: Any) -> None:
 
 
 @pytest.mark.parametrize(("version", "random"), [("2.13", []), ("2.14", [8, 8])])
-def test_efficient_attention_without_dropout_has_its_random_state_on_the_device_since_2_14(
+def test_efficient_attention_has_gpu_random_state_without_dropout_since_2_14(
     on: Any, version: str, random: list[int]
 ) -> None:
     """The events of torch 2.15.0+cu132 on an A100; with dropout there is none in any release."""

@@ -282,7 +282,7 @@ def test_invalid_arguments_raise_torchs_errors(
     [("SGD", 283_144_680, 111_570_920), ("Adam", 529_772_520, 320_983_016)],
 )
 def test_resnet50_has_the_peaks_of_an_a10g(optimizer: str, peak: int, final: int) -> None:
-    # tonghuikang/optimizer-memory-profiles; what stood before counts by requested bytes there.
+    # tonghuikang/optimizer-memory-profiles; earlier blocks count there by requested bytes.
     before = 103_047_144
     with simulate("A10G", torch_version="2.6", alloc_conf="") as gpu:
         model = vision.resnet50().cuda()

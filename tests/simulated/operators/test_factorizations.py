@@ -121,7 +121,7 @@ def test_complex_right_singular_vectors_are_conjugate_views(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     right = torch.linalg.svd(_matrices(4, 4, torch.complex64))[2]
     assert right.is_conj()
-    # What reads them resolves them first.
+    # A read resolves the conjugation first.
     assert gpu.of(lambda: right + 1) == [right.nbytes, right.nbytes, -right.nbytes]
 
 

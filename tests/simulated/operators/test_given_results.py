@@ -26,7 +26,7 @@ WORKSPACE = 8_519_680
             lambda x, out: torch.logsumexp(x, 1, out=out),
             [32, 32, 8, -8, -32, 1024, 32, -1024, -32],
         ),
-        # Nothing beside it.
+        # No other allocation.
         (torch.int64, lambda x, out: torch.argmax(x, 1, out=out), [64]),
     ],
 )

@@ -158,7 +158,7 @@ def test_indices_that_are_broadcast_across_each_other_become_contiguous(on: Any)
     gpu = on()
     table, where = torch.randn(256, 512, device="cuda"), torch.arange(100).cuda()
     both = 100 * 100 * 8
-    # Each of the two is as large as what is chosen, in 64 bits.
+    # Each of the two has 64 bits for each selected element.
     assert gpu.of(lambda: table[where[:, None], where]) == [both, both, 40_000, -both, -both]
     assert gpu.of(lambda: table[where, where]) == [400]
 

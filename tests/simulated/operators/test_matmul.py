@@ -55,7 +55,7 @@ def test_a_vector_of_one_number_is_copied_for_the_product(on: Any) -> None:
     assert gpu.of(lambda: matrix.mv(number)) == [256, 128, -128]
 
 
-def test_a_matrix_with_gaps_in_both_dims_is_copied_for_its_product_with_a_vector(on: Any) -> None:
+def test_mv_copies_a_matrix_with_gaps_in_both_dims(on: Any) -> None:
     gpu = on()
     matrix, row = torch.randn(64, 64, device="cuda"), torch.randn(32, device="cuda")
     matrix[:, :32].mv(row)  # takes cuBLAS's workspace

@@ -101,7 +101,7 @@ def test_foreach_steps_make_lists(gpu: Any, make: Make, kept: int, temporary: in
 
 
 LOOPS = {
-    # _single_tensor_*: a name still holds what it had for the bias when the next weight comes.
+    # _single_tensor_*: variables still refer to tensors of the bias when the next weight comes.
     "SGD": (of("SGD", lr=0.1, foreach=False), 0, 0),
     "SGD weight_decay": (of("SGD", lr=0.1, weight_decay=0.1, foreach=False), 0, W),
     "Adam": (of("Adam", foreach=False), 2 * P, 2 * W + B),  # sqrt, denom, the old denom
@@ -149,8 +149,8 @@ def test_fused_steps_have_no_temporaries(gpu: Any, make: Make, kept: int) -> Non
 @pytest.mark.usefixtures("plain_workspaces")
 def test_adafactor_keeps_rows_and_columns(gpu: Any) -> None:
     # A row and a column of a matrix, all of a vector, and the workspace of their product. An
-    # estimate as large as the weight beside its row's and column's means and the row's mean, and
-    # what names still hold of the bias: its square and its update.
+    # estimate of the weight's size with its row's and column's means and the row's mean, and
+    # tensors of the bias that are still referenced: its square and its update.
     kept, temporary = charged(gpu, of("Adafactor"), parameters_with_gradients())
     assert kept == 3 * 3 * B + 8_519_680
     assert temporary == W + 4 * B + BLOCK

@@ -70,7 +70,7 @@ def test_scaled_products_that_cuda_refuses(words: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "workspace"),
-    # CUTLASS keeps the numbers of a tile of 32 x 256, and what its blocks wait for.
+    # CUTLASS allocates a tile of 32 x 256 numbers, and its blocks' semaphores.
     [("H100", [HOPPER]), ("B200", []), ("L4", [32 * 256 * 4 + 128, -(32 * 256 * 4 + 128)])],
 )
 def test_cublas_scales_rows_on_hopper_alone(on: Any, model: str, workspace: list[int]) -> None:

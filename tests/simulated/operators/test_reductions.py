@@ -110,7 +110,7 @@ def test_inputs_that_32_bits_cannot_index_are_reduced_in_parts(on: Any) -> None:
     y = torch.empty(1 << 30, device="cuda")
     part = [4096 * 4, 4, -4, -4096 * 4]
     assert gpu.of(y.sum) == [4, *part * 2]
-    # A value with its index does not fit into the output: it has a place of its own.
+    # A value with its index does not fit into the output: it has its own buffer.
     part = [4096 * 16, 4, -4, -4096 * 16]
     assert gpu.of(y.argmax) == [8, 16, *part * 2, -16]
 

@@ -221,7 +221,7 @@ def test_an_indefinite_factor_takes_pivots_of_64_bits(on: Any) -> None:
 @pytest.mark.parametrize(
     ("shape", "sides", "taken"),
     [
-        # Tall: geqrf, ormqr and a triangle; what is left over is summed.
+        # Tall: geqrf, ormqr and a triangular solve; the residuals are summed.
         ((600, 16), 3, [64, *[CODE, -CODE] * 2, 8, 8, WORKSPACE, -8, -8, -64, 12]),
         # Wide: of the transposed one, the triangle first.
         (

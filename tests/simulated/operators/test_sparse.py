@@ -75,7 +75,7 @@ def test_a_dense_tensor_becomes_sparse(gpu: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_elements_of_one_index_are_summed(gpu: Any, dtype: torch.dtype) -> None:
-    # Rows of a table, and what the CPU makes of them.
+    # Rows of a table, and the CPU's result.
     rows = torch.tensor([3, 1, 3, 0])
     numbers = torch.arange(8.0).view(4, 2).to(dtype)
     expected = torch.sparse_coo_tensor(rows[None], numbers, (5, 2)).coalesce()

@@ -52,9 +52,7 @@ def gradients(gpu: Any, out: Tensor, *inputs: Tensor) -> list[int]:
     return gpu.of(lambda: torch.autograd.grad(out, inputs, grad))  # type: ignore[no-any-return]
 
 
-def test_forward_allocates_the_output_logsumexp_and_the_state_of_random_numbers(
-    gpu: Any, flash: Any
-) -> None:
+def test_forward_allocates_output_logsumexp_and_random_state(gpu: Any, flash: Any) -> None:
     q, k, v = heads(), heads(), heads()
     assert gpu.of(lambda: flash.flash_attn_func(q, k, v, causal=True)) == [OUT, LSE, RNG]
 

@@ -31,7 +31,7 @@ class Signature(NamedTuple):
     """Positional arguments in their order, then keyword-only arguments."""
 
     positional: dict[str, Any]
-    named: dict[str, Any] = {}  # noqa: RUF012  # a default that nobody changes
+    named: dict[str, Any] = {}  # noqa: RUF012  # a default that is never changed
 
 
 _SIZE: dict[str, Any] = {"size": (2, 3)}

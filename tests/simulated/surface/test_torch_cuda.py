@@ -324,7 +324,7 @@ def test_profilers_run_with_a_note_on_missing_kernels() -> None:
         torch.cuda.check_error(0)
 
 
-def test_the_profilers_memory_timeline_is_refused_with_the_device_that_has_it() -> None:
+def test_the_profilers_memory_timeline_is_refused_in_favour_of_dry() -> None:
     with simulate("T4"):
         with profile(profile_memory=True, record_shapes=True, with_stack=True) as run:
             torch.rand(128, 128, device="cuda").sum()
@@ -335,7 +335,7 @@ def test_the_profilers_memory_timeline_is_refused_with_the_device_that_has_it() 
 # TorchScript, compiled code and functional transforms.
 
 
-assert Optional[torch.device]  # noqa: UP045  # typing keeps what it has made of the class
+assert Optional[torch.device]  # noqa: UP045  # typing caches the Optional of the class
 
 
 def _placed(x: torch.Tensor, device: Optional[torch.device] = None) -> torch.Tensor:  # noqa: UP045
@@ -450,7 +450,7 @@ def test_eager_flex_attention_materialises_its_scores() -> None:
         assert gpu.peak_allocated > 2 * 128 * 128 * 4
 
 
-# What needs a device or another process.
+# Functions that need a device or another process.
 
 
 @pytest.mark.parametrize(

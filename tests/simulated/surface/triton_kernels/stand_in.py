@@ -76,7 +76,7 @@ class Heuristics(Launched):
 
 
 class GridExecutor:
-    """triton/runtime/interpreter.py: what a launch is with ``TRITON_INTERPRET=1``."""
+    """triton/runtime/interpreter.py: a launch with ``TRITON_INTERPRET=1``."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
