@@ -17,7 +17,7 @@ OWN_FRAME = """
 import inspect
 
 def note():
-    frame = inspect.currentframe()  # a reference cycle: the frame's own variable
+    frame = inspect.currentframe()  # which refers to itself now
 
 note()
 """

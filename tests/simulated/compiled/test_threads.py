@@ -43,7 +43,7 @@ def held_after_forward() -> int:
 
 
 @contextmanager
-def beside(work: Callable[[Callable[[], bool]], None]) -> Iterator[None]:
+def in_a_thread(work: Callable[[Callable[[], bool]], None]) -> Iterator[None]:
     """Run ``work`` in a thread inside of the context."""
     over = threading.Event()
     thread = threading.Thread(target=lambda: work(over.is_set))
@@ -120,11 +120,11 @@ def test_threads_that_do_not_use_torch_keep_running(thread: Callable[[], Iterato
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exclusive, "patience", 0.1)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_patience")
 def test_compiling_beside_a_thread_that_uses_torch_is_refused() -> None:
     began = threading.Event()
 
@@ -135,13 +135,13 @@ def test_compiling_beside_a_thread_that_uses_torch_is_refused() -> None:
             time.sleep(0.01)
 
     sentence = r"compiles while another thread lives that uses torch.*--gpumem-device=dry"
-    with simulate("A100-40GB"), beside(work):
+    with simulate("A100-40GB"), in_a_thread(work):
         began.wait()
         with pytest.raises(UnsupportedOperatorError, match=sentence):
             held_after_forward()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_patience")
 def test_compiling_in_a_second_thread_is_refused() -> None:
     found: list[str] = []
 
@@ -169,7 +169,7 @@ def test_code_with_compile_eager_runs_beside_other_threads() -> None:
             torch.zeros(3)
             began.set()
 
-    with simulate("A100-40GB", compile="eager"), beside(work):
+    with simulate("A100-40GB", compile="eager"), in_a_thread(work):
         began.wait()
         assert held_after_forward() == 6
 
@@ -192,7 +192,7 @@ def test_buffers_have_the_line_of_their_own_threads_code() -> None:
         x, y = torch.ones(512, device="cuda"), torch.ones(1024, device="cuda")  # 2 and 4 KiB
         first(x), second(y)
         before = len(gpu.trace)
-        with beside(again):
+        with in_a_thread(again):
             for _ in range(200):
                 first(x)
         taken = {
