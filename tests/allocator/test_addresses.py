@@ -15,7 +15,7 @@ def test_segments_take_ranges_of_32_mib_downwards() -> None:
     assert TOP - place(40 * MIB) == (96 + 64) * MIB
 
 
-def test_what_is_left_of_a_range_goes_to_segments_that_fit_lowest_first() -> None:
+def test_segments_fill_the_lowest_free_part_of_a_range_that_fits() -> None:
     place = DriverAddresses(TOP)
     first, second = place(20 * MIB), place(20 * MIB)
 
@@ -24,7 +24,7 @@ def test_what_is_left_of_a_range_goes_to_segments_that_fit_lowest_first() -> Non
     assert place(2 * MIB) == second + 22 * MIB
 
 
-def test_the_rest_of_a_large_segment_takes_a_smaller_one() -> None:
+def test_a_small_segment_is_placed_behind_a_large_one_in_its_range() -> None:
     place = DriverAddresses(TOP)
     large = place(40 * MIB)
 
@@ -32,7 +32,7 @@ def test_the_rest_of_a_large_segment_takes_a_smaller_one() -> None:
     assert place(16 * MIB) == large - 32 * MIB
 
 
-def test_a_segment_that_fills_its_range_leaves_nothing() -> None:
+def test_a_segment_that_fills_its_range_leaves_no_free_part() -> None:
     place = DriverAddresses(TOP)
 
     assert place(32 * MIB) - place(2 * MIB) == 32 * MIB

@@ -1,4 +1,4 @@
-"""Settings that change while memory is held, and the ways around the cache."""
+"""Settings that change while memory is held, and settings that limit a request's size."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def actions(allocator: Allocator) -> list[str]:
 
 
 class TestExpandableSegments:
-    """Turned on and off: cached memory stays what it is."""
+    """``expandable_segments`` turned on and off: cached segments keep their kind."""
 
-    def test_turned_on_later(self) -> None:
+    def test_a_plain_segment_still_serves_requests_after_turning_on(self) -> None:
         allocator = make()
         plain = allocator.malloc(4 * MIB)
         allocator.set_settings("expandable_segments:True")
@@ -38,7 +38,7 @@ class TestExpandableSegments:
         assert [each["is_expandable"] for each in allocator.segments()] == [False, True]
         assert allocator.stats()["inactive_split_bytes"]["all"]["current"] == 512 * 1024
 
-    def test_turned_off_their_blocks_are_passed_over(self) -> None:
+    def test_mapped_blocks_serve_no_request_after_turning_off(self) -> None:
         allocator = make("expandable_segments:True")
         mapped = allocator.malloc(4 * MIB)
         allocator.free(mapped)
@@ -53,7 +53,7 @@ class TestExpandableSegments:
         allocator.set_settings("expandable_segments:True")
         assert allocator.malloc(17 * MIB) == mapped
 
-    def test_both_kinds_are_released(self) -> None:
+    def test_empty_cache_releases_plain_and_expandable_segments(self) -> None:
         allocator = make("expandable_segments:True")
         mapped = allocator.malloc(4 * MIB)
         allocator.set_settings("expandable_segments:False")
@@ -67,7 +67,7 @@ class TestExpandableSegments:
         assert actions(allocator)[-2:] == ["segment_free", "segment_unmap"]
         assert allocator.stats()["segment"]["all"]["freed"] == 1
 
-    def test_segments_keep_the_pages_they_were_made_with(self) -> None:
+    def test_a_segment_keeps_the_page_size_it_was_made_with(self) -> None:
         allocator = make("expandable_segments:True")
         allocator.malloc(4 * MIB)
         allocator.set_settings("large_segment_size_mb:32")
@@ -82,7 +82,7 @@ class TestExpandableSegments:
         assert other
 
 
-def test_rounding_follows_at_once() -> None:
+def test_new_rounding_applies_to_the_next_request() -> None:
     allocator = make()
     assert allocator.block(allocator.malloc(1200)) == 1536
     allocator.set_settings("roundup_power2_divisions:1")
@@ -93,7 +93,7 @@ def test_rounding_follows_at_once() -> None:
     assert allocator.block(allocator.malloc(5 * MIB)) == 5 * MIB
 
 
-def test_the_largest_split_follows_and_the_statistic_does_not() -> None:
+def test_max_split_size_changes_but_its_statistic_does_not() -> None:
     allocator = make()
     allocator.free(allocator.malloc(100 * MIB))
     allocator.set_settings("max_split_size_mb:64")
@@ -105,7 +105,7 @@ def test_the_largest_split_follows_and_the_statistic_does_not() -> None:
     assert make("max_split_size_mb:64").stats()["max_split_size"] == 64 * MIB
 
 
-def test_garbage_collection_counts_ages_from_when_it_was_turned_on() -> None:
+def test_ages_count_from_when_garbage_collection_was_turned_on() -> None:
     allocator = make()
     allocator.set_memory_fraction(0.5)
     old = allocator.malloc(100 * MIB)
@@ -115,7 +115,7 @@ def test_garbage_collection_counts_ages_from_when_it_was_turned_on() -> None:
     allocator.malloc(200 * MIB)
     allocator.free(young)
 
-    # 401 MiB are above 358.4 MiB; what was cached before has been so for longer than the other.
+    # 401 MiB are above 358.4 MiB; the block that was cached before is the older one.
     allocator.malloc(150 * MIB)
 
     assert [entry.size for entry in allocator.trace if entry.action == "segment_free"] == [
@@ -123,7 +123,7 @@ def test_garbage_collection_counts_ages_from_when_it_was_turned_on() -> None:
     ]
 
 
-def test_what_was_read_before_an_error_holds() -> None:
+def test_keys_before_an_invalid_key_take_effect() -> None:
     allocator = make()
     with pytest.raises(SettingsError):
         allocator.set_settings("large_segment_size_mb:32,max_split_size_mb:31")
@@ -135,7 +135,7 @@ def test_what_was_read_before_an_error_holds() -> None:
 class TestThrowOnCudaMallocOom:
     """2.12: a request beyond the configured fraction fails before the driver is asked."""
 
-    def test_the_request_is_rejected_at_once(self) -> None:
+    def test_a_request_is_rejected_before_the_cache_is_emptied(self) -> None:
         allocator = make("throw_on_cudamalloc_oom:True")
         allocator.free(allocator.malloc(600 * MIB))
         allocator.malloc(100 * MIB, stream=3)
@@ -153,7 +153,7 @@ class TestThrowOnCudaMallocOom:
         assert allocator.reserved == 700 * MIB
         assert actions(allocator)[-1] == "alloc"
 
-    def test_the_armed_fraction_comes_first(self) -> None:
+    def test_a_fraction_that_is_in_force_raises_its_own_error_first(self) -> None:
         allocator = make("throw_on_cudamalloc_oom:True,per_process_memory_fraction:0.5")
 
         with pytest.raises(OutOfMemory, match=r"512\.00 MiB allowed"):
@@ -175,7 +175,7 @@ class TestThrowOnCudaMallocOom:
 class TestAddressSpace:
     """2.15: less address space for an expandable segment than the device has memory."""
 
-    def test_a_request_must_fit_into_one_segment(self) -> None:
+    def test_a_request_above_the_reserved_range_is_refused(self) -> None:
         allocator = make("expandable_segments:True,expandable_segments_reserve:0.25")
         allocator.malloc(200 * MIB)
         allocator.malloc(200 * MIB)

@@ -15,7 +15,7 @@ def allocator() -> Allocator:
 
 
 def layout(allocator: Allocator) -> list[tuple[str, list[tuple[int, bool]]]]:
-    """(pool, [(block size, live)]) of each segment."""
+    """Return (pool, [(block size, live)]) of each segment."""
     return [
         (
             segment["segment_type"],
@@ -86,7 +86,7 @@ def test_the_smallest_block_that_fits_is_used(allocator: Allocator) -> None:
     assert allocator.malloc(90 * KIB) == addresses[0]
 
 
-def test_of_equal_blocks_the_lowest_address_is_used(allocator: Allocator) -> None:
+def test_the_lowest_address_of_equal_blocks_is_used(allocator: Allocator) -> None:
     addresses = [allocator.malloc(size) for size in (4096, 512, 4096, 512, 4096, 512)]
     for hole in (4, 0, 2):
         allocator.free(addresses[hole])
@@ -121,7 +121,7 @@ def test_neighbouring_segments_do_not_merge(allocator: Allocator) -> None:
     assert layout(allocator) == [("small", [(2 * MIB, False)])] * 2
 
 
-def test_a_cached_block_belongs_to_its_stream(allocator: Allocator) -> None:
+def test_a_cached_block_serves_its_own_stream_alone(allocator: Allocator) -> None:
     first = allocator.malloc(4096, stream=0)
     allocator.free(first)
 
@@ -144,7 +144,7 @@ def test_empty_cache_returns_only_segments_without_live_blocks(allocator: Alloca
     assert allocator.live_blocks() == {kept: 4096}
 
 
-def test_addresses_increase_and_are_not_used_again(allocator: Allocator) -> None:
+def test_segment_addresses_increase_and_are_not_reused(allocator: Allocator) -> None:
     first = allocator.malloc(30 * MIB)
     allocator.free(first)
     allocator.empty_cache()
@@ -155,13 +155,13 @@ def test_addresses_increase_and_are_not_used_again(allocator: Allocator) -> None
     assert second == first + 30 * MIB
 
 
-def test_devices_have_address_ranges_of_their_own() -> None:
+def test_each_device_has_its_own_address_range() -> None:
     first, second = (Allocator(16 * GIB, device=device).malloc(512) for device in (0, 1))
 
     assert second - first == 1 << 44
 
 
-def test_the_caller_may_place_segments() -> None:
+def test_place_segment_decides_the_addresses_of_segments() -> None:
     places = iter((0x20000000, 0x10000000))
     allocator = Allocator(16 * GIB, place_segment=lambda size: next(places))
 
@@ -170,7 +170,7 @@ def test_the_caller_may_place_segments() -> None:
     assert [segment["address"] for segment in allocator.segments()] == [0x10000000, 0x20000000]
 
 
-def test_nothing_is_allocated_for_no_bytes(allocator: Allocator) -> None:
+def test_a_request_of_zero_bytes_allocates_nothing(allocator: Allocator) -> None:
     assert allocator.malloc(0) == 0
 
     allocator.free(0)
@@ -179,7 +179,7 @@ def test_nothing_is_allocated_for_no_bytes(allocator: Allocator) -> None:
     assert list(allocator.trace) == []
 
 
-def test_free_memory_counts_what_others_use() -> None:
+def test_free_memory_excludes_memory_used_elsewhere() -> None:
     allocator = Allocator(total_memory=GIB, used_elsewhere=300 * MIB)
     allocator.malloc(30 * MIB)
 
@@ -216,7 +216,7 @@ def test_a_negative_size_is_an_error(allocator: Allocator) -> None:
         allocator.malloc(-1)
 
 
-def test_divisions_round_up_the_block() -> None:
+def test_roundup_power2_divisions_round_up_the_block() -> None:
     settings = AllocatorSettings.parse("roundup_power2_divisions:4")
     allocator = Allocator(16 * GIB, settings)
 
@@ -236,7 +236,7 @@ def test_a_much_larger_oversize_block_is_not_handed_out(cached: int, reused: boo
     assert (allocator.malloc(50 * MIB) == address) is reused
 
 
-def test_large_segment_size_mb_changes_the_middle_segments() -> None:
+def test_large_segment_size_mb_sets_the_size_of_20_mib_segments() -> None:
     allocator = Allocator(16 * GIB, AllocatorSettings.parse("large_segment_size_mb:64"))
 
     allocator.malloc(2 * MIB)
@@ -248,7 +248,7 @@ def test_large_segment_size_mb_changes_the_middle_segments() -> None:
     ("version", "older_first"),
     [((2, 6), False), ((2, 12), False), ((2, 13), True), ((2, 15), True)],
 )
-def test_of_free_blocks_of_one_size_the_older_segment_is_used_since_2_13(
+def test_since_2_13_the_older_segment_of_equal_blocks_is_used(
     version: tuple[int, int], older_first: bool
 ) -> None:
     addresses = iter([40 * MIB, 60 * MIB, 10 * MIB])
@@ -268,7 +268,7 @@ def test_of_free_blocks_of_one_size_the_older_segment_is_used_since_2_13(
     assert allocator.malloc(12 * MIB) == (older if older_first else newer)
 
 
-def test_within_a_segment_the_lowest_address_is_used_in_every_release() -> None:
+def test_the_lowest_address_within_a_segment_is_used() -> None:
     for version in ((2, 6), (2, 15)):
         allocator = Allocator(1 << 30, AllocatorSettings(version=version), version)
         blocks = [allocator.malloc(4 * MIB) for _ in range(5)]

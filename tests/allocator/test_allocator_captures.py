@@ -1,4 +1,4 @@
-"""Stream captures: what the allocator must not do while one is under way."""
+"""Stream captures: the allocator releases and reuses no memory that a graph may need."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Capturing:
         self.allocator.end_allocate_to_pool(GRAPH)
 
 
-def test_memory_of_a_graph_stays_reserved_until_it_is_given_up() -> None:
+def test_memory_of_a_graph_stays_reserved_until_its_pool_is_released() -> None:
     capturing = Capturing()
     allocator = capturing.allocator
     capturing.begin()
@@ -94,7 +94,7 @@ def test_up_to_2_12_any_open_pool_counts_as_a_capture(version: Version, released
             allocator.malloc(700 * MIB)
 
 
-def test_blocks_freed_in_a_capture_wait_for_its_end() -> None:
+def test_blocks_with_stream_uses_freed_in_a_capture_wait_for_its_end() -> None:
     capturing = Capturing()
     allocator = capturing.allocator
     capturing.begin()
@@ -107,12 +107,12 @@ def test_blocks_freed_in_a_capture_wait_for_its_end() -> None:
     assert allocator.active == 60 * MIB
     assert allocator.segments()[0]["blocks"][0]["state"] == "active_pending_free"
     capturing.end()
-    # Uses that were noted during the capture are over with it: no event is needed.
+    # Uses that were noted during the capture end with it: no event is needed.
     allocator.malloc(512)
     assert allocator.active == 30 * MIB + 512
 
 
-def test_uses_from_before_the_capture_still_need_their_stream() -> None:
+def test_a_use_before_the_capture_still_waits_for_its_stream() -> None:
     capturing = Capturing()
     allocator = capturing.allocator
     address = allocator.malloc(30 * MIB)
@@ -127,7 +127,7 @@ def test_uses_from_before_the_capture_still_need_their_stream() -> None:
 
 
 class TestReuseInACapture:
-    """``graph_capture_record_stream_reuse``: what the captured order makes safe is used again."""
+    """``graph_capture_record_stream_reuse``: blocks are reused where the captured order is safe."""
 
     def freed(self, *, joined: bool, conf: str) -> tuple[Capturing, int]:
         capturing = Capturing((2, 13), conf)
@@ -140,26 +140,26 @@ class TestReuseInACapture:
             timeline.wait((0, CAPTURED), timeline.mark((0, FORKED)))
         return capturing, address
 
-    def test_after_the_streams_have_joined(self) -> None:
+    def test_a_block_is_reused_after_the_streams_have_joined(self) -> None:
         conf = "graph_capture_record_stream_reuse:True"
         capturing, address = self.freed(joined=True, conf=conf)
 
         assert capturing.allocator.malloc(30 * MIB, CAPTURED) == address
 
-    def test_not_before(self) -> None:
+    def test_a_block_is_not_reused_before_the_streams_have_joined(self) -> None:
         conf = "graph_capture_record_stream_reuse:True"
         capturing, address = self.freed(joined=False, conf=conf)
 
         assert capturing.allocator.malloc(30 * MIB, CAPTURED) != address
 
-    def test_not_on_another_stream(self) -> None:
+    def test_a_block_is_not_reused_on_another_stream(self) -> None:
         conf = "graph_capture_record_stream_reuse:True"
         capturing, address = self.freed(joined=True, conf=conf)
 
         assert capturing.allocator.malloc(30 * MIB, FORKED) != address
         assert capturing.allocator.malloc(30 * MIB, CAPTURED) == address
 
-    def test_not_without_the_setting(self) -> None:
+    def test_a_block_is_not_reused_without_the_setting(self) -> None:
         capturing, address = self.freed(joined=True, conf="")
 
         assert capturing.allocator.malloc(30 * MIB, CAPTURED) != address

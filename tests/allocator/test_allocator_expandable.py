@@ -1,4 +1,4 @@
-"""Expandable segments: what is mapped, reused, unmapped, and how it is counted and shown."""
+"""Expandable segments: pages mapped, reused and unmapped, their statistics and snapshots."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def allocator() -> Allocator:
 
 
 def events(allocator: Allocator, begin: int = 0) -> list[tuple[str, int, int]]:
-    """(action, MiB from the base, bytes)"""
+    """Return (action, MiB from the base, bytes)"""
     return [(e.action, (e.addr - BASE) // MIB, e.size) for e in allocator.trace[begin:]]
 
 
 def ranges(allocator: Allocator) -> list[tuple[int, list[tuple[int, bool]]]]:
-    """(MiB from the base, [(block MiB, live)]) of each mapped range."""
+    """Return (MiB from the base, [(block MiB, live)]) of each mapped range."""
     return [
         (
             (segment["address"] - BASE) // MIB,
@@ -62,7 +62,7 @@ def test_the_small_pool_maps_2_mib_at_a_time(allocator: Allocator) -> None:
     assert allocator.reserved == 4 * MIB
 
 
-def test_the_large_pool_maps_20_mib_pages_behind_its_free_tail(allocator: Allocator) -> None:
+def test_the_large_pool_maps_20_mib_pages_behind_its_last_free_block(allocator: Allocator) -> None:
     allocator.malloc(5 * MIB)
     allocator.malloc(17 * MIB)
     allocator.malloc(30 * MIB)
@@ -102,7 +102,7 @@ def test_each_pool_and_stream_has_a_segment_of_its_own(allocator: Allocator) -> 
 
 def test_a_block_that_cannot_grow_is_preferred_to_one_that_can(allocator: Allocator) -> None:
     first = allocator.malloc(8 * MIB)
-    allocator.malloc(7 * MIB)  # what is left of the page, 5 MiB, could grow
+    allocator.malloc(7 * MIB)  # the page's remaining 5 MiB could grow
     allocator.free(first)
 
     assert allocator.malloc(4 * MIB) == first
@@ -133,7 +133,7 @@ def test_a_gap_is_mapped_again_together_with_the_free_part_before_it(allocator: 
     assert ranges(allocator) == [(0, [(10, True), (45, True), (5, False), (20, True)])]
 
 
-def test_what_does_not_fit_the_gap_goes_behind_it(allocator: Allocator) -> None:
+def test_a_block_larger_than_the_gap_is_placed_behind_it(allocator: Allocator) -> None:
     _, middle, _ = (allocator.malloc(size * MIB) for size in (10, 50, 20))
     allocator.free(middle)
     allocator.empty_cache()
@@ -141,7 +141,7 @@ def test_what_does_not_fit_the_gap_goes_behind_it(allocator: Allocator) -> None:
     assert allocator.malloc(51 * MIB) - BASE == 80 * MIB
 
 
-def test_unmapped_neighbours_become_one(allocator: Allocator) -> None:
+def test_neighbouring_unmapped_ranges_merge(allocator: Allocator) -> None:
     _, middle, last = (allocator.malloc(size * MIB) for size in (10, 50, 20))
     allocator.free(middle)
     allocator.empty_cache()
@@ -154,7 +154,7 @@ def test_unmapped_neighbours_become_one(allocator: Allocator) -> None:
     assert events(allocator, before) == [("segment_map", 20, 100 * MIB), ("alloc", 10, 100 * MIB)]
 
 
-def test_a_device_that_is_full_half_way_gives_back_what_was_mapped() -> None:
+def test_pages_are_unmapped_when_the_device_fills_up_while_mapping() -> None:
     allocator = expandable(170 * MIB)
     _, first, between, second, _ = (allocator.malloc(size * MIB) for size in (20, 40, 20, 40, 20))
     allocator.free(first)
@@ -168,7 +168,7 @@ def test_a_device_that_is_full_half_way_gives_back_what_was_mapped() -> None:
     with pytest.raises(OutOfMemory):
         allocator.malloc(70 * MIB)
 
-    # 40 of the 50 MiB that are free join the two gaps' middle; the second gap needs 20 more.
+    # 40 of the 50 free MiB fill the first gap; the second gap needs 20 more.
     assert events(allocator, before)[:2] == [
         ("segment_map", 20, 40 * MIB),
         ("segment_unmap", 20, 60 * MIB),
@@ -177,7 +177,7 @@ def test_a_device_that_is_full_half_way_gives_back_what_was_mapped() -> None:
     assert allocator.reserved == 40 * MIB
 
 
-def test_context_of_the_allocation_that_mapped(allocator: Allocator) -> None:
+def test_maps_and_unmaps_have_the_context_of_the_allocation(allocator: Allocator) -> None:
     allocator.free(allocator.malloc(30 * MIB, context="forward"))
     allocator.empty_cache()
 
@@ -208,7 +208,7 @@ def test_a_part_of_a_page_stays_mapped(allocator: Allocator) -> None:
     assert allocator.reserved == 20 * MIB
 
 
-def test_an_unused_segment_is_given_up(allocator: Allocator) -> None:
+def test_a_segment_without_mapped_pages_is_released(allocator: Allocator) -> None:
     first = allocator.malloc(30 * MIB)
     allocator.free(first)
     allocator.empty_cache()
@@ -217,7 +217,7 @@ def test_an_unused_segment_is_given_up(allocator: Allocator) -> None:
     assert allocator.malloc(30 * MIB) > first
 
 
-def test_statistics(allocator: Allocator) -> None:
+def test_statistics_count_pages_and_no_segments(allocator: Allocator) -> None:
     first = allocator.malloc(5 * MIB)
     allocator.malloc(17 * MIB)
     allocator.free(first)
@@ -267,7 +267,7 @@ def test_out_of_memory_by_version(version: tuple[int, int], end: str) -> None:
     assert allocator.malloc(100 * MIB) == BASE
 
 
-def test_the_fraction_counts_the_segment_that_would_have_been() -> None:
+def test_the_memory_fraction_counts_the_size_of_a_plain_segment() -> None:
     allocator = expandable(100 * MIB)
     allocator.set_memory_fraction(0.3)
     allocator.malloc(2 * MIB)
@@ -276,14 +276,14 @@ def test_the_fraction_counts_the_segment_that_would_have_been() -> None:
         allocator.malloc(19 * MIB)
 
 
-def test_snapshots_say_so(allocator: Allocator) -> None:
+def test_snapshots_mark_segments_as_expandable(allocator: Allocator) -> None:
     allocator.malloc(512)
 
     assert [segment["is_expandable"] for segment in allocator.segments()] == [True]
     assert allocator.snapshot()["allocator_settings"]["expandable_segments"] is True
 
 
-def test_replay_from_empty(allocator: Allocator) -> None:
+def test_a_recording_from_an_empty_allocator_replays_exactly(allocator: Allocator) -> None:
     addresses = [allocator.malloc(size * MIB) for size in (10, 50, 20, 1, 5)]
     allocator.free(addresses[1])
     allocator.empty_cache()
@@ -296,12 +296,12 @@ def test_replay_from_empty(allocator: Allocator) -> None:
 
 
 def recorded_from(allocator: Allocator, begin: int) -> dict[str, Any]:
-    """The snapshot, had recording begun after ``begin`` events."""
+    """Return the snapshot of a recording that began after ``begin`` events."""
     snapshot = allocator.snapshot()
     return {**snapshot, "device_traces": [snapshot["device_traces"][0][begin:]]}
 
 
-def test_the_start_of_a_recording_is_told_by_its_maps_and_unmaps(allocator: Allocator) -> None:
+def test_the_state_at_the_start_follows_from_maps_and_unmaps(allocator: Allocator) -> None:
     allocator.malloc(5 * MIB)
     second = allocator.malloc(30 * MIB)
     begin = len(allocator.trace)
@@ -329,7 +329,7 @@ def test_the_start_of_a_recording_is_told_by_its_maps_and_unmaps(allocator: Allo
     assert (result.peak_allocated, result.peak_reserved) == (35 * MIB, 40 * MIB)
 
 
-def test_pages_given_back_before_the_recording_are_mapped_again_first(allocator: Allocator) -> None:
+def test_pages_unmapped_before_the_recording_are_mapped_again_first(allocator: Allocator) -> None:
     first, second = allocator.malloc(20 * MIB), allocator.malloc(20 * MIB)
     allocator.free(first)
     allocator.empty_cache()
@@ -343,7 +343,7 @@ def test_pages_given_back_before_the_recording_are_mapped_again_first(allocator:
 
 
 @pytest.mark.parametrize("version", [(2, 6), (2, 13)])
-def test_a_recording_that_began_at_any_moment(version: tuple[int, int]) -> None:
+def test_a_recording_that_began_at_any_moment_replays_exactly(version: tuple[int, int]) -> None:
     allocator = expandable(version=version)
     small = [allocator.malloc(700 * KIB) for _ in range(9)]
     large = [allocator.malloc(size * MIB) for size in (2, 30, 9, 45)]
@@ -361,7 +361,7 @@ def test_a_recording_that_began_at_any_moment(version: tuple[int, int]) -> None:
         assert result.first_mismatch is None, begin
 
 
-def test_a_pool_whose_pages_all_went_is_told_by_their_size(allocator: Allocator) -> None:
+def test_the_size_of_unmapped_pages_tells_their_pool(allocator: Allocator) -> None:
     small = [allocator.malloc(MIB) for _ in range(3)]
     large = allocator.malloc(18 * MIB)
     for address in (*small, large):
@@ -382,7 +382,7 @@ def test_a_pool_whose_pages_all_went_is_told_by_their_size(allocator: Allocator)
     assert replay(snapshot).first_mismatch is None
 
 
-def test_other_settings_may_be_tried_on_a_recording_that_began_later() -> None:
+def test_a_recording_that_began_later_replays_with_other_settings() -> None:
     plain = Allocator(16 * GIB)
     held = plain.malloc(11 * MIB)
     plain.malloc(2 * MIB)
@@ -396,7 +396,7 @@ def test_other_settings_may_be_tried_on_a_recording_that_began_later() -> None:
     assert (result.peak_allocated, result.peak_reserved) == (13 * MIB, 20 * MIB)
 
 
-def test_settings_that_are_not_on_record_are_told_by_the_segments(allocator: Allocator) -> None:
+def test_missing_settings_are_inferred_from_the_segments(allocator: Allocator) -> None:
     allocator.malloc(5 * MIB)
     allocator.malloc(30 * MIB)
     snapshot = allocator.snapshot()
@@ -407,7 +407,7 @@ def test_settings_that_are_not_on_record_are_told_by_the_segments(allocator: All
     assert (result.exact, result.recorded_conf) == (True, "expandable_segments:True")
 
 
-def test_settings_that_contradict_the_segments(allocator: Allocator) -> None:
+def test_settings_that_contradict_the_segments_are_refused(allocator: Allocator) -> None:
     allocator.malloc(5 * MIB)
     allocator.malloc(30 * MIB)
     snapshot = recorded_from(allocator, 2)
@@ -426,7 +426,7 @@ def test_only_an_allocator_with_expandable_segments_takes_their_state(allocator:
         Allocator(16 * GIB).restore(allocator.segments())
 
 
-def test_a_restored_allocator_goes_on_where_the_other_one_was(allocator: Allocator) -> None:
+def test_a_restored_allocator_allocates_as_the_original_one(allocator: Allocator) -> None:
     allocator.malloc(5 * MIB)
     allocator.free(allocator.malloc(30 * MIB))
     restored = expandable()

@@ -10,14 +10,14 @@ MIB = 1 << 20
 
 
 def collecting(conf: str = "garbage_collection_threshold:0.6") -> Allocator:
-    """Limit 400 MiB, so that 0.6 starts to collect above 240 MiB."""
+    """Return an allocator with a limit of 400 MiB: 0.6 of it are 240 MiB."""
     allocator = Allocator(800 * MIB, AllocatorSettings.parse(conf))
     allocator.set_memory_fraction(0.5)
     return allocator
 
 
 def three_ages(allocator: Allocator) -> list[int]:
-    """Three free 40 MiB segments beside 130 MiB in use; the pool is searched between the frees."""
+    """Free three 40 MiB segments beside 130 MiB in use; a search between frees ages the cached."""
     old = [allocator.malloc(40 * MIB) for _ in range(3)]
     allocator.free(old[0])
     allocator.malloc(60 * MIB)
@@ -27,7 +27,7 @@ def three_ages(allocator: Allocator) -> list[int]:
     return old
 
 
-def test_those_of_at_least_mean_age_are_released() -> None:
+def test_segments_of_at_least_mean_age_are_released() -> None:
     allocator = collecting()
     old = three_ages(allocator)
     assert allocator.reserved == 250 * MIB
@@ -45,7 +45,7 @@ def test_those_of_at_least_mean_age_are_released() -> None:
     assert allocator.reserved == 220 * MIB
 
 
-def test_rounds_go_on_until_enough_is_reclaimed() -> None:
+def test_rounds_repeat_until_the_target_is_reclaimed() -> None:
     allocator = collecting("garbage_collection_threshold:0.4")
     allocator.set_memory_fraction(0.9)
     old = three_ages(allocator)
@@ -77,7 +77,7 @@ def test_a_request_that_the_cache_serves_releases_nothing() -> None:
     assert allocator.reserved == 250 * MIB
 
 
-def test_without_a_memory_fraction_it_is_off() -> None:
+def test_garbage_collection_is_off_without_a_memory_fraction() -> None:
     settings = AllocatorSettings.parse("garbage_collection_threshold:0.1")
     allocator = Allocator(300 * MIB, settings)
     three_ages(allocator)
@@ -100,7 +100,7 @@ def test_small_segments_and_segments_in_use_are_kept() -> None:
 
 
 @pytest.mark.parametrize("threshold", ["0.6", "0.4"])
-def test_collected_memory_is_accounted_for(threshold: str) -> None:
+def test_statistics_count_collected_memory(threshold: str) -> None:
     allocator = collecting(f"garbage_collection_threshold:{threshold}")
     three_ages(allocator)
     allocator.malloc(50 * MIB)

@@ -1,4 +1,4 @@
-"""What holds after any program, whatever the settings."""
+"""Invariants that hold after any program, whatever the settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFS = [
 
 
 def check(allocator: Allocator, requests: dict[int, int]) -> None:
-    """The segments tile their ranges, agree with every sum, and have no two free neighbours."""
+    """Check that segments tile their ranges, agree with every sum, have no two free neighbours."""
     end = 0
     live: dict[int, int] = {}
     for segment in allocator.segments():
@@ -51,7 +51,7 @@ def check(allocator: Allocator, requests: dict[int, int]) -> None:
 
 @pytest.mark.parametrize("conf", CONFS)
 @pytest.mark.parametrize("seed", range(3))
-def test_after_random_programs(conf: str, seed: int) -> None:
+def test_invariants_hold_after_random_programs(conf: str, seed: int) -> None:
     source = random.Random(seed)
     total = 400 * MIB
     allocator = Allocator(total, AllocatorSettings.parse(conf))

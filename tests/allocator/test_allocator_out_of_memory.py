@@ -1,4 +1,4 @@
-"""A full device: when, and in which words of which torch release."""
+"""A full device: when the error is raised, and its message by torch release."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEW_PAGE = (
 
 
 def full(version: tuple[int, int] = (2, 13), fraction: float | None = None) -> OutOfMemory:
-    """The error of a 1 GiB device with 900 MiB allocated and 10 MiB cached for another stream."""
+    """Return the error of a 1 GiB device: 900 MiB allocated, 10 MiB cached for another stream."""
     allocator = Allocator(GIB, version=version, device=1, used_elsewhere=100 * MIB)
     if fraction is not None:
         allocator.set_memory_fraction(fraction)
@@ -53,7 +53,7 @@ def full(version: tuple[int, int] = (2, 13), fraction: float | None = None) -> O
         ((2, 15), "PYTORCH_CUDA_ALLOC_CONF", NEW_PAGE),
     ],
 )
-def test_message_by_version(version: tuple[int, int], variable: str, page: str) -> None:
+def test_messages_follow_the_release(version: tuple[int, int], variable: str, page: str) -> None:
     assert str(full(version)) == (
         f"{START} If reserved but unallocated memory is large try setting"
         f" {variable}=expandable_segments:True to avoid fragmentation."
@@ -61,13 +61,13 @@ def test_message_by_version(version: tuple[int, int], variable: str, page: str) 
     )
 
 
-def test_a_limit_is_named() -> None:
+def test_the_message_names_the_limit_of_the_process() -> None:
     assert "1010.00 MiB memory in use. 911.36 MiB allowed; Of the allocated" in str(
         full(fraction=0.89)
     )
 
 
-def test_the_numbers_are_fields_too() -> None:
+def test_the_error_has_the_numbers_as_fields() -> None:
     fields = full().fields
 
     assert (fields.device, fields.segment, fields.requested) == (1, 20 * MIB, 9 * MIB)
@@ -106,7 +106,7 @@ def test_a_fraction_limits_what_is_reserved() -> None:
 
 
 @pytest.mark.parametrize(("version", "limit"), [((2, 9), 10), ((2, 12), 10), ((2, 13), 11)])
-def test_the_limit_is_rounded_since_2_13(version: tuple[int, int], limit: int) -> None:
+def test_a_fractions_limit_is_rounded_since_2_13(version: tuple[int, int], limit: int) -> None:
     allocator = Allocator(21, version=version)
     allocator.set_memory_fraction(0.5)
 
@@ -117,7 +117,7 @@ def test_the_limit_is_rounded_since_2_13(version: tuple[int, int], limit: int) -
 
 
 @pytest.mark.parametrize(("version", "limit"), [((2, 9), GIB), ((2, 10), None)])
-def test_a_whole_fraction_lifts_the_limit_since_2_10(
+def test_a_fraction_of_1_lifts_the_limit_since_2_10(
     version: tuple[int, int], limit: int | None
 ) -> None:
     allocator = Allocator(GIB, version=version)
@@ -130,7 +130,7 @@ def test_a_whole_fraction_lifts_the_limit_since_2_10(
     assert caught.value.fields.limit == limit
 
 
-def test_a_bad_fraction_is_an_error() -> None:
+def test_a_fraction_outside_0_to_1_is_an_error() -> None:
     with pytest.raises(AllocatorError, match=r"Invalid fraction value: 1\.5\. Allowed range: 0~1"):
         Allocator(GIB).set_memory_fraction(1.5)
 
@@ -148,7 +148,7 @@ def test_a_partial_release_of_oversize_blocks_is_followed_by_a_full_one() -> Non
     assert allocator.stats()["num_alloc_retries"] == 1
 
 
-def test_oversize_blocks_of_the_stream_are_enough() -> None:
+def test_releasing_the_streams_own_oversize_blocks_may_be_enough() -> None:
     allocator = Allocator(110 * MIB, AllocatorSettings.parse("max_split_size_mb:24"))
     cached = [allocator.malloc(size * MIB) for size in (26, 30)]
     cached.append(allocator.malloc(50 * MIB, stream=1))
@@ -161,7 +161,7 @@ def test_oversize_blocks_of_the_stream_are_enough() -> None:
     assert allocator.stats()["num_alloc_retries"] == 0
 
 
-def test_an_exabyte_is_refused_at_once() -> None:
+def test_a_request_of_an_exabyte_is_refused_at_once() -> None:
     with pytest.raises(OutOfMemory) as caught:
         Allocator(GIB).malloc(1 << 60)
 
@@ -180,5 +180,5 @@ def test_an_exabyte_is_refused_at_once() -> None:
         (GIB + GIB // 2, "1.50 GiB"),
     ],
 )
-def test_sizes_in_messages(size: int, text: str) -> None:
+def test_messages_format_sizes_as_torch_does(size: int, text: str) -> None:
     assert format_size(size) == text

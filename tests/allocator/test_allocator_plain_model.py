@@ -1,6 +1,6 @@
-"""The allocator against a second one that is written for plainness, on random programs.
+"""The allocator against a simple reference implementation, on random programs.
 
-The plain one keeps lists and searches them, and updates every statistic at once; it shares no code
+The reference keeps lists and searches them, and updates every statistic at once; it shares no code
 with the allocator but the settings.
 """
 
@@ -230,7 +230,7 @@ def random_size(source: random.Random) -> int:
     "conf", ["", "max_split_size_mb:24", "max_split_size_mb:40,max_non_split_rounding_mb:30"]
 )
 @pytest.mark.parametrize("seed", range(6))
-def test_random_programs(seed: int, conf: str) -> None:
+def test_both_allocators_agree_on_random_programs(seed: int, conf: str) -> None:
     source = random.Random(seed)
     settings = AllocatorSettings.parse(conf)
     allocator = Allocator(500 * MIB, settings)

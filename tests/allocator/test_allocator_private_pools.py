@@ -1,4 +1,4 @@
-"""Private pools: who allocates from them, and when their memory goes back."""
+"""Private pools: which requests allocate from them, and when their memory is released."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POOL, ANOTHER = (0, 1), (0, 2)
 Version = tuple[int, int]
 
 
-def everything(stream: int) -> bool:
+def any_stream(stream: int) -> bool:
     return True
 
 
@@ -29,7 +29,7 @@ def with_pool(version: Version = (2, 13), conf: str = "", **options: bool) -> Al
 
 
 def in_pool(allocator: Allocator, size: int, pool: tuple[int, int] = POOL) -> int:
-    allocator.begin_allocate_to_pool(pool, everything)
+    allocator.begin_allocate_to_pool(pool, any_stream)
     address = allocator.malloc(size)
     allocator.end_allocate_to_pool(pool)
     allocator.pools.release(pool)
@@ -63,16 +63,16 @@ def test_the_filter_decides_by_stream() -> None:
 @pytest.mark.parametrize(
     ("version", "chosen"), [((2, 6), POOL), ((2, 9), POOL), ((2, 10), ANOTHER), ((2, 15), ANOTHER)]
 )
-def test_of_two_scopes_the_first_decided_up_to_2_9(version: Version, chosen: Any) -> None:
+def test_the_outer_of_two_scopes_wins_up_to_2_9(version: Version, chosen: Any) -> None:
     allocator = with_pool(version)
-    allocator.begin_allocate_to_pool(POOL, everything)
-    allocator.begin_allocate_to_pool(ANOTHER, everything)
+    allocator.begin_allocate_to_pool(POOL, any_stream)
+    allocator.begin_allocate_to_pool(ANOTHER, any_stream)
     allocator.malloc(4 * MIB)
 
     assert pools(allocator) == [(chosen, 20 * MIB)]
 
 
-def test_blocks_of_a_pool_are_used_again_inside_and_nowhere_else() -> None:
+def test_blocks_of_a_pool_are_reused_inside_its_scope_alone() -> None:
     allocator = with_pool()
     address = in_pool(allocator, 4 * MIB)
     allocator.free(address)
@@ -81,7 +81,7 @@ def test_blocks_of_a_pool_are_used_again_inside_and_nowhere_else() -> None:
     assert in_pool(allocator, 4 * MIB) == address
 
 
-def test_events_say_which_pool() -> None:
+def test_events_name_their_pool() -> None:
     allocator = with_pool((2, 12))
     allocator.free(in_pool(allocator, 4 * MIB))
     allocator.malloc(512)
@@ -114,7 +114,7 @@ def test_memory_of_a_pool_in_use_is_not_released() -> None:
         allocator.pools.get(POOL)
 
 
-def test_a_pool_that_was_given_up_keeps_its_live_blocks() -> None:
+def test_a_released_pool_keeps_its_live_blocks() -> None:
     allocator = with_pool()
     address = in_pool(allocator, 4 * MIB)
     allocator.pools.release(POOL)
@@ -146,7 +146,7 @@ def test_the_cache_of_one_pool_is_emptied_alone() -> None:
     assert allocator.stats()["num_sync_all_streams"] == syncs + 1
 
 
-def test_snapshots_of_one_pool() -> None:
+def test_a_snapshot_may_be_of_one_pool() -> None:
     allocator = with_pool()
     in_pool(allocator, 4 * MIB)
     allocator.malloc(4 * MIB)
@@ -154,20 +154,20 @@ def test_snapshots_of_one_pool() -> None:
     assert [each["segment_pool_id"] for each in allocator.segments(POOL)] == [POOL]
 
 
-def test_scopes_are_opened_once_and_closed_once() -> None:
+def test_a_scope_cannot_be_opened_or_closed_twice() -> None:
     allocator = with_pool()
-    allocator.begin_allocate_to_pool(POOL, everything)
+    allocator.begin_allocate_to_pool(POOL, any_stream)
     with pytest.raises(AllocatorError, match="beginAllocateToPool: already recording"):
-        allocator.begin_allocate_to_pool(POOL, everything)
+        allocator.begin_allocate_to_pool(POOL, any_stream)
     allocator.end_allocate_to_pool(POOL)
     with pytest.raises(AllocatorError, match="endAllocatePool: not currently recording"):
         allocator.end_allocate_to_pool(POOL)
 
 
-def test_uses_are_counted() -> None:
+def test_a_pool_counts_its_uses() -> None:
     allocator = with_pool()
     assert allocator.pools.get(POOL).uses == 1
-    allocator.begin_allocate_to_pool(POOL, everything)
+    allocator.begin_allocate_to_pool(POOL, any_stream)
     assert allocator.pools.get(POOL).uses == 2
     allocator.end_allocate_to_pool(POOL)
     allocator.pools.release(POOL)
@@ -190,7 +190,7 @@ def test_reserved_bytes_of_each_pool_since_2_13() -> None:
     assert stats[POOL]["small_pool"]["current"] == 2 * MIB
     assert stats[POOL]["large_pool"]["current"] == 20 * MIB
 
-    # They outlive the pool.
+    # The statistics outlive the pool.
     allocator.free(address)
     allocator.pools.release(POOL)
     allocator.empty_cache()
@@ -205,7 +205,7 @@ def test_reserved_bytes_of_each_pool_since_2_13() -> None:
     assert "reserved_bytes_by_private_pools" not in with_pool((2, 12)).stats()
 
 
-def test_pools_count_in_the_statistics_of_the_device() -> None:
+def test_private_pools_count_in_the_statistics_of_the_device() -> None:
     allocator = with_pool()
     in_pool(allocator, 4 * MIB)
 
@@ -249,35 +249,35 @@ class TestUseOnOom:
         allocator.malloc(280 * MIB)
         return allocator, lent
 
-    def test_since_2_11_before_the_cache_is_emptied(self) -> None:
+    def test_since_2_11_the_pool_lends_before_the_cache_is_emptied(self) -> None:
         allocator, lent = self.almost_full((2, 11))
 
         assert allocator.malloc(300 * MIB) == lent
         assert allocator.stats()["num_alloc_retries"] == 0
 
     @pytest.mark.parametrize("version", [(2, 8), (2, 10)])
-    def test_before_that_after_the_cache_was_emptied(self, version: Version) -> None:
+    def test_before_2_11_the_pool_lends_after_the_cache_was_emptied(self, version: Version) -> None:
         allocator, lent = self.almost_full(version)
 
         assert allocator.malloc(300 * MIB) == lent
         assert allocator.stats()["num_alloc_retries"] == 1
 
-    def test_up_to_2_7_there_is_no_such_thing(self) -> None:
+    def test_up_to_2_7_no_pool_lends(self) -> None:
         allocator, _ = self.almost_full((2, 7))
 
         with pytest.raises(OutOfMemory):
             allocator.malloc(300 * MIB)
 
-    def test_the_block_stays_the_pools(self) -> None:
+    def test_a_lent_block_belongs_to_its_pool(self) -> None:
         allocator, lent = self.almost_full((2, 13))
         address = allocator.malloc(300 * MIB)
 
         assert allocator.trace[-1].pool_id == POOL
-        # Split as always: what remains is the pool's again.
+        # The block is split as always: the rest stays in the pool.
         assert allocator.block(address) == 300 * MIB
         assert in_pool(allocator, 50 * MIB) == lent + 300 * MIB
 
-    def test_a_pool_that_lends_no_more(self) -> None:
+    def test_a_pool_stops_lending_when_use_on_oom_is_turned_off(self) -> None:
         allocator, _ = self.almost_full((2, 13))
         allocator.pools.get(POOL).use_on_oom = False
 

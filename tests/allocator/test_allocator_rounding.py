@@ -48,7 +48,7 @@ def test_blocks_are_multiples_of_512(requested: int, block: int) -> None:
         (5 * MIB, 0, 5 * MIB),
     ],
 )
-def test_power_of_two_divisions(requested: int, division: int, block: int) -> None:
+def test_blocks_are_rounded_up_to_divisions(requested: int, division: int, block: int) -> None:
     assert round_size(requested, (division,) * 16) == block
 
 
@@ -64,7 +64,7 @@ def test_power_of_two_divisions(requested: int, division: int, block: int) -> No
         (1 << 40, 15),
     ],
 )
-def test_slot_of_divisions(size: int, slot: int) -> None:
+def test_divisions_have_a_slot_for_each_power_of_two(size: int, slot: int) -> None:
     assert division_slot(size) == slot
 
 
@@ -78,7 +78,7 @@ def test_each_size_uses_its_own_slot() -> None:
 @pytest.mark.parametrize(
     ("rounded", "small"), [(512, True), (MIB, True), (MIB + 512, False), (1 << 34, False)]
 )
-def test_pool(rounded: int, small: bool) -> None:
+def test_the_pool_follows_from_the_size(rounded: int, small: bool) -> None:
     allocator = Allocator(1 << 36)
     allocator.malloc(rounded)
 
@@ -98,11 +98,11 @@ def test_pool(rounded: int, small: bool) -> None:
         (33_554_432, 33_554_432),
     ],
 )
-def test_segment(rounded: int, segment: int) -> None:
+def test_the_segment_size_follows_from_the_block_size(rounded: int, segment: int) -> None:
     assert segment_size(rounded) == segment
 
 
-def test_the_middle_segment_size_is_a_setting() -> None:
+def test_large_segment_size_mb_replaces_20_mib() -> None:
     assert segment_size(2 * MIB, large_segment=64 * MIB) == 64 * MIB
     assert segment_size(512, large_segment=64 * MIB) == 2 * MIB
     assert segment_size(12 * MIB, large_segment=64 * MIB) == 12 * MIB

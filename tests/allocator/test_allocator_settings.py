@@ -12,7 +12,7 @@ Version = tuple[int, int]
 
 
 @pytest.mark.parametrize("conf", ["", None, " "])
-def test_defaults(conf: str | None) -> None:
+def test_no_settings_are_the_defaults(conf: str | None) -> None:
     settings = AllocatorSettings.parse(conf)
 
     assert settings.max_split_size is None
@@ -24,7 +24,7 @@ def test_defaults(conf: str | None) -> None:
     assert not settings.expandable_segments
 
 
-def test_several_keys_with_blanks() -> None:
+def test_blanks_around_keys_and_values_are_ignored() -> None:
     settings = AllocatorSettings.parse(
         "max_split_size_mb: 128, garbage_collection_threshold:0.6,"
         "roundup_power2_divisions:[256:1, 512:2, 1024:4, >:8],expandable_segments:False,"
@@ -50,7 +50,7 @@ def test_several_keys_with_blanks() -> None:
         ("[]", (0,) * 16),
     ],
 )
-def test_divisions(value: str, slots: tuple[int, ...]) -> None:
+def test_divisions_are_read_by_power_of_two(value: str, slots: tuple[int, ...]) -> None:
     settings = AllocatorSettings.parse(f"roundup_power2_divisions:{value}")
 
     assert settings.roundup_power2_divisions == slots
@@ -64,13 +64,13 @@ def test_divisions(value: str, slots: tuple[int, ...]) -> None:
         ("[>:4]", (4,) * 16),
     ],
 )
-def test_up_to_2_9_the_rest_begins_at_the_last_slot(value: str, slots: tuple[int, ...]) -> None:
+def test_up_to_2_9_the_default_begins_at_the_last_slot(value: str, slots: tuple[int, ...]) -> None:
     settings = AllocatorSettings.parse(f"roundup_power2_divisions:{value}", (2, 9))
 
     assert settings.roundup_power2_divisions == slots
 
 
-def test_large_segment_size_is_the_minimum_and_default_of_others() -> None:
+def test_large_segment_size_is_the_default_of_max_non_split_rounding() -> None:
     settings = AllocatorSettings.parse("max_split_size_mb:32,large_segment_size_mb:32")
 
     assert settings.large_segment_size == 32 * MIB
@@ -128,7 +128,7 @@ def test_large_segment_size_is_the_minimum_and_default_of_others() -> None:
         ("pinned_num_register_threads:3", "Number of register threads has to be power of 2, got 3"),
     ],
 )
-def test_bad_settings_in_the_words_of_2_11(conf: str, message: str, version: Version) -> None:
+def test_invalid_settings_raise_2_11s_messages(conf: str, message: str, version: Version) -> None:
     with pytest.raises(SettingsError) as error:
         AllocatorSettings.parse(conf, version)
     assert str(error.value) == message
@@ -136,7 +136,7 @@ def test_bad_settings_in_the_words_of_2_11(conf: str, message: str, version: Ver
 
 @pytest.mark.parametrize("key", ["max_split_size_mb", "max_non_split_rounding_mb"])
 @pytest.mark.parametrize(("version", "least"), [((2, 6), 21), ((2, 11), 20)])
-def test_the_least_size_of_what_is_split(key: str, version: Version, least: int) -> None:
+def test_a_size_below_the_minimum_is_refused(key: str, version: Version, least: int) -> None:
     AllocatorSettings.parse(f"{key}:{least}", version)
     with pytest.raises(SettingsError, match=f"option {key} too small, must be >= {least}"):
         AllocatorSettings.parse(f"{key}:{least - 1}", version)
@@ -167,7 +167,7 @@ def test_the_least_size_of_what_is_split(key: str, version: Version, least: int)
         ),
     ],
 )
-def test_bad_settings_of_newer_keys(conf: str, message: str) -> None:
+def test_invalid_values_of_newer_keys_are_refused(conf: str, message: str) -> None:
     with pytest.raises(SettingsError) as error:
         AllocatorSettings.parse(conf, (2, 13))
     assert str(error.value) == message
@@ -177,7 +177,7 @@ def test_bad_settings_of_newer_keys(conf: str, message: str) -> None:
 @pytest.mark.parametrize(
     "conf", ["max_split_size_mb", "roundup_power2_divisions:[256:1", "max_split_size_mb:"]
 )
-def test_unfinished_settings_are_rejected(conf: str, version: Version) -> None:
+def test_incomplete_settings_are_rejected(conf: str, version: Version) -> None:
     with pytest.raises(SettingsError):
         AllocatorSettings.parse(conf, version)
 
@@ -197,7 +197,7 @@ def test_unfinished_settings_are_rejected(conf: str, version: Version) -> None:
         ("expandable_segments_reserve_by_class:[default:0.5,other:1G]", (2, 15)),
     ],
 )
-def test_keys_exist_since(conf: str, since: Version) -> None:
+def test_a_key_is_unknown_before_its_release(conf: str, since: Version) -> None:
     AllocatorSettings.parse(conf, since)
 
     with pytest.raises(SettingsError, match="Unrecognized"):
@@ -221,7 +221,7 @@ def test_unknown_releases_are_refused(version: Version) -> None:
         AllocatorSettings.parse("", version)
 
 
-def test_another_backend_is_refused_never_ignored() -> None:
+def test_another_backend_is_refused_and_not_ignored() -> None:
     with pytest.raises(AllocatorError) as error:
         Allocator(1 << 30, AllocatorSettings.parse("backend:cudaMallocAsync", (2, 15)), (2, 15))
     assert str(error.value) == ("backend:cudaMallocAsync is not simulated; use backend:native.")
@@ -264,14 +264,14 @@ def test_reserves_by_class_are_read_and_change_nothing_without_classes() -> None
 
 
 class TestReadAgain:
-    """A process that reads another string while it runs (``setAllocatorSettings``)."""
+    """Settings that are read again while the process runs (``setAllocatorSettings``)."""
 
     def again(
         self, first: str, second: str, version: tuple[int, int] = (2, 13)
     ) -> AllocatorSettings:
         return AllocatorSettings.parse(second, version, AllocatorSettings.parse(first, version))
 
-    def test_some_keys_go_back_to_their_defaults(self) -> None:
+    def test_keys_that_torch_resets_return_to_their_defaults(self) -> None:
         first = (
             "max_split_size_mb:64,roundup_power2_divisions:4,garbage_collection_threshold:0.5,"
             "max_non_split_rounding_mb:100"
@@ -285,7 +285,7 @@ class TestReadAgain:
         assert settings.max_non_split_rounding == 20 * MIB
         assert settings.conf == ""
 
-    def test_the_others_stay(self) -> None:
+    def test_keys_that_torch_does_not_reset_keep_their_values(self) -> None:
         first = "expandable_segments:True,large_segment_size_mb:32,per_process_memory_fraction:0.5"
 
         settings = self.again(first, "max_split_size_mb:40")
@@ -295,12 +295,12 @@ class TestReadAgain:
         assert settings.per_process_memory_fraction == 0.5
         assert settings.max_split_size == 40 * MIB
 
-    def test_up_to_2_9_the_rounding_of_unsplit_blocks_stays_too(self) -> None:
+    def test_up_to_2_9_max_non_split_rounding_keeps_its_value(self) -> None:
         settings = self.again("max_non_split_rounding_mb:100", "", (2, 9))
 
         assert settings.max_non_split_rounding == 100 * MIB
 
-    def test_what_stands_before_an_error_holds(self) -> None:
+    def test_keys_before_an_invalid_key_are_applied(self) -> None:
         with pytest.raises(SettingsError, match="too small, must be >= 32") as error:
             self.again("", "large_segment_size_mb:32,max_split_size_mb:31")
 
@@ -315,7 +315,7 @@ class TestReadAgain:
 @pytest.mark.parametrize(
     "conf", ["release_lock_on_cudamalloc:True", "pinned_use_cuda_host_register:True"]
 )
-def test_what_does_not_change_sizes_is_accepted(conf: str) -> None:
+def test_settings_that_change_no_size_are_accepted(conf: str) -> None:
     Allocator(1 << 30, AllocatorSettings.parse(conf))
 
 
@@ -326,7 +326,7 @@ def test_host_settings_are_kept_for_the_snapshot() -> None:
     assert settings.pinned_max_cached_size == 4 * MIB
 
 
-def test_the_fraction_of_the_settings_arms_the_limit() -> None:
+def test_per_process_memory_fraction_sets_the_limit() -> None:
     settings = AllocatorSettings.parse("per_process_memory_fraction:0.5")
     allocator = Allocator(1 << 30, settings)
 

@@ -20,7 +20,7 @@ class Context:
     )
 
 
-def test_a_segment_and_its_blocks() -> None:
+def test_a_segment_has_torchs_fields_and_its_blocks() -> None:
     allocator = Allocator(1 << 34, device=2)
     first = allocator.malloc(1000, stream=5)
     allocator.malloc(600, stream=5)
@@ -41,7 +41,7 @@ def test_a_segment_and_its_blocks() -> None:
             "is_expandable": False,
             "frames": [],
             "blocks": [
-                # The last use's request stays on record, as in torch.
+                # A free block keeps the size of its last request, as in torch.
                 {
                     "address": base,
                     "size": 1024,
@@ -68,7 +68,7 @@ def test_a_segment_and_its_blocks() -> None:
     ]
 
 
-def test_top_level() -> None:
+def test_the_top_level_has_torchs_keys() -> None:
     allocator = Allocator(1 << 34)
     allocator.malloc(512)
     snapshot = allocator.snapshot()
@@ -83,7 +83,7 @@ def test_top_level() -> None:
     assert [len(trace) for trace in snapshot["device_traces"]] == [2]
 
 
-def test_host_memory_is_part_of_it_since_2_14() -> None:
+def test_host_memory_is_part_of_a_snapshot_since_2_14() -> None:
     snapshot = Allocator(1 << 34, version=(2, 14)).snapshot()
 
     assert (snapshot["host_segments"], snapshot["host_traces"]) == ([], [])
@@ -98,7 +98,7 @@ def test_host_memory_is_part_of_it_since_2_14() -> None:
         ((2, 12), {"compile_context": "N/A", "user_metadata": "", "pool_id": (0, 0)}),
     ],
 )
-def test_trace_entries_by_version(version: tuple[int, int], extra: dict[str, Any]) -> None:
+def test_trace_entries_follow_the_release(version: tuple[int, int], extra: dict[str, Any]) -> None:
     allocator = Allocator(1 << 34, version=version)
     allocator.malloc(600)
 
@@ -115,7 +115,7 @@ def test_trace_entries_by_version(version: tuple[int, int], extra: dict[str, Any
     ]
 
 
-def test_an_oom_shows_the_free_bytes() -> None:
+def test_an_oom_event_shows_the_free_bytes() -> None:
     allocator = Allocator(MIB, version=(2, 6))
     with pytest.raises(OutOfMemory):
         allocator.malloc(512)
@@ -162,7 +162,7 @@ def test_a_context_without_frames_shows_none() -> None:
         ),
     ],
 )
-def test_settings_by_version(version: tuple[int, int], added: dict[str, Any]) -> None:
+def test_settings_keys_follow_the_release(version: tuple[int, int], added: dict[str, Any]) -> None:
     conf = "max_split_size_mb:64,roundup_power2_divisions:[1:2]"
     settings = AllocatorSettings.parse(conf, version)
 

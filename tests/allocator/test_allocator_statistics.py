@@ -1,4 +1,4 @@
-"""memory_stats: every number by hand, and its keys by torch release."""
+"""memory_stats: every number worked out by hand, and its keys by torch release."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OVERSIZE_KEYS = {"oversize_allocations", "oversize_segments"}
 
 
 def stat(allocator: Allocator, name: str, pool: str = "all") -> tuple[int, int, int, int]:
-    """current, peak, allocated, freed"""
+    """Return current, peak, allocated and freed."""
     numbers = allocator.stats()[name][pool]
     return (numbers["current"], numbers["peak"], numbers["allocated"], numbers["freed"])
 
@@ -53,7 +53,7 @@ def allocator() -> Allocator:
         ((2, 15), {"num_oom_rejections", "reserved_bytes_by_private_pools"}),
     ],
 )
-def test_keys_by_version(version: tuple[int, int], added: set[str]) -> None:
+def test_keys_of_memory_stats_follow_the_release(version: tuple[int, int], added: set[str]) -> None:
     stats = Allocator(1 << 30, version=version).stats()
 
     assert stats.keys() == ARRAY_KEYS | SCALAR_KEYS | OVERSIZE_KEYS | added
@@ -106,7 +106,7 @@ def test_peaks_of_the_pools_are_independent_of_the_peak_of_all(allocator: Alloca
     assert stat(allocator, "allocated_bytes", "small_pool")[:2] == (0, 2048)
 
 
-def test_segments_and_device_calls(allocator: Allocator) -> None:
+def test_segments_and_device_calls_are_counted(allocator: Allocator) -> None:
     small = allocator.malloc(512)
     large = allocator.malloc(30 * MIB)
     allocator.free(large)
@@ -141,7 +141,7 @@ def test_inactive_split_counts_the_free_parts_of_segments_in_use(allocator: Allo
     assert stat(allocator, "inactive_split") == (1, 2, 2, 1)
     assert stat(allocator, "inactive_split_bytes") == (rest - 3072, rest - 1024, rest, 3072)
 
-    allocator.free(b)  # merges with the part behind: bytes only
+    allocator.free(b)  # merges with the next part: bytes only
     assert stat(allocator, "inactive_split") == (1, 2, 2, 1)
     assert stat(allocator, "inactive_split_bytes") == (rest - 1024, rest - 1024, rest + 2048, 3072)
 

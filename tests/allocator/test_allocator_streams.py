@@ -1,4 +1,4 @@
-"""Blocks that another stream uses when they are freed: active until the host knows better."""
+"""Blocks that another stream uses when they are freed: active until the host sees its work done."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_freed_block_stays_active_until_the_host_waited_for_the_stream(
     assert allocator.malloc(4 * MIB) == address + 4 * MIB
 
     timeline.finish_stream((0, SIDE))
-    # Nobody looks at the events before the next allocation.
+    # The allocator queries the events at its next allocation, not earlier.
     assert allocator.active == 8 * MIB
     assert allocator.malloc(2 * MIB) == address
     assert (allocator.allocated, allocator.active) == (6 * MIB, 6 * MIB)
@@ -68,7 +68,7 @@ def test_a_freed_block_stays_active_until_the_host_waited_for_the_stream(
     ]
 
 
-def test_a_use_on_the_blocks_own_stream_needs_no_care(allocator: Allocator) -> None:
+def test_a_use_on_the_blocks_own_stream_delays_no_free(allocator: Allocator) -> None:
     address = allocator.malloc(4 * MIB, stream=SIDE)
     allocator.record_stream(address, SIDE)
     allocator.free(address)
@@ -77,7 +77,7 @@ def test_a_use_on_the_blocks_own_stream_needs_no_care(allocator: Allocator) -> N
     assert actions(allocator)[-2:] == ["free_requested", "free_completed"]
 
 
-def test_every_stream_that_used_it_has_to_be_done(allocator: Allocator, timeline: Timeline) -> None:
+def test_a_free_waits_for_every_using_stream(allocator: Allocator, timeline: Timeline) -> None:
     address = allocator.malloc(4 * MIB)
     allocator.record_stream(address, SIDE)
     allocator.record_stream(address, OTHER)
@@ -89,7 +89,7 @@ def test_every_stream_that_used_it_has_to_be_done(allocator: Allocator, timeline
     assert allocator.malloc(4 * MIB) == address
 
 
-def test_only_work_before_the_free_counts(allocator: Allocator, timeline: Timeline) -> None:
+def test_a_free_waits_for_unfinished_work_alone(allocator: Allocator, timeline: Timeline) -> None:
     timeline.finish_stream((0, SIDE))
     address = allocator.malloc(4 * MIB)
     allocator.record_stream(address, SIDE)
@@ -128,7 +128,7 @@ def test_waiting_for_a_stream_waits_for_what_it_waited_for(
     assert allocator.malloc(4 * MIB) == address
 
 
-def test_the_host_cannot_run_ahead_for_ever(allocator: Allocator) -> None:
+def test_the_host_runs_ahead_by_a_bounded_number_of_allocations(allocator: Allocator) -> None:
     address = allocator.malloc(4 * MIB)
     allocator.record_stream(address, SIDE)
     allocator.free(address)
@@ -187,7 +187,7 @@ def test_statistics_tell_active_from_allocated(allocator: Allocator, timeline: T
     assert value(allocator, "active") == 2
     assert value(allocator, "allocated_bytes") == 6 * MIB
     assert value(allocator, "active_bytes") == 10 * MIB
-    # What was asked for is dropped when the free completes.
+    # Requested bytes are subtracted when the free completes.
     assert value(allocator, "requested_bytes") == 10 * MIB - 100
     assert value(allocator, "allocated_bytes", "freed", "large_pool") == 4 * MIB
     assert value(allocator, "active_bytes", "freed", "large_pool") == 0
@@ -200,7 +200,7 @@ def test_statistics_tell_active_from_allocated(allocator: Allocator, timeline: T
     assert value(allocator, "requested_bytes") == 6 * MIB + 512
 
 
-def test_peaks_of_active_and_allocated_are_their_own(
+def test_peaks_of_active_and_allocated_are_independent(
     allocator: Allocator, timeline: Timeline
 ) -> None:
     address = allocator.malloc(8 * MIB)
@@ -233,7 +233,7 @@ def test_peaks_reset_while_a_block_waits(allocator: Allocator) -> None:
     assert value(allocator, "active_bytes", "peak") == 8 * MIB
 
 
-def test_a_snapshot_shows_what_waits(allocator: Allocator) -> None:
+def test_a_snapshot_shows_blocks_that_await_a_free(allocator: Allocator) -> None:
     address = allocator.malloc(4 * MIB - 100)
     allocator.record_stream(address, SIDE)
     allocator.free(address)
@@ -246,7 +246,7 @@ def test_a_snapshot_shows_what_waits(allocator: Allocator) -> None:
     assert segment["requested_size"] == 4 * MIB - 100
 
 
-def test_a_live_block_that_others_use_is_a_live_block(allocator: Allocator) -> None:
+def test_a_live_block_that_another_stream_uses_is_active_allocated(allocator: Allocator) -> None:
     address = allocator.malloc(4 * MIB)
     allocator.record_stream(address, SIDE)
 
@@ -255,7 +255,7 @@ def test_a_live_block_that_others_use_is_a_live_block(allocator: Allocator) -> N
     assert allocator.segments()[0]["blocks"][0]["state"] == "active_allocated"
 
 
-def test_a_block_must_be_live(allocator: Allocator) -> None:
+def test_record_stream_refuses_a_freed_block(allocator: Allocator) -> None:
     address = allocator.malloc(4 * MIB)
     allocator.free(address)
 
@@ -263,7 +263,7 @@ def test_a_block_must_be_live(allocator: Allocator) -> None:
         allocator.record_stream(address, SIDE)
 
 
-def test_frees_of_a_recording_are_taken_in_two_steps(allocator: Allocator) -> None:
+def test_a_replayed_free_is_requested_and_completed_separately(allocator: Allocator) -> None:
     address = allocator.malloc(4 * MIB)
     allocator.request_free(address)
     assert (allocator.allocated, allocator.active) == (0, 4 * MIB)

@@ -1,4 +1,4 @@
-"""Streams, private pools, captures and settings that change, all at once: what holds after any."""
+"""Invariants where streams, private pools, captures and changing settings are combined."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFS = (
 
 
 class Program:
-    """A random program on one allocator, which knows what must be live."""
+    """A random program on one allocator, with the blocks that must be live."""
 
     def __init__(self, seed: int, version: tuple[int, int]) -> None:
         self.source = random.Random(seed)
@@ -131,7 +131,7 @@ class Program:
 
 @pytest.mark.parametrize("version", [(2, 6), (2, 9), (2, 12), (2, 13), (2, 15)])
 @pytest.mark.parametrize("seed", range(4))
-def test_after_random_programs(version: tuple[int, int], seed: int) -> None:
+def test_invariants_hold_after_random_programs(version: tuple[int, int], seed: int) -> None:
     program = Program(seed, version)
     for step in range(1000):
         program.step()

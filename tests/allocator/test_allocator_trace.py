@@ -1,4 +1,4 @@
-"""The order of events, and what each carries."""
+"""The order of events, and the fields of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_miss_a_hit_and_a_free() -> None:
     ]
 
 
-def test_empty_cache_frees_the_large_pool_first_each_by_stream_size_and_address() -> None:
+def test_empty_cache_frees_large_segments_first_by_stream_size_address() -> None:
     allocator = Allocator(1 << 40)
     sizes = ((512, 0), (40 * MIB, 1), (30 * MIB, 1), (50 * MIB, 0), (30 * MIB, 1))
     a, b, c, d, e = (allocator.malloc(size, stream) for size, stream in sizes)
@@ -70,7 +70,7 @@ def test_a_full_device_releases_the_cache_and_tries_again() -> None:
     )
 
 
-def test_out_of_memory_is_an_event_with_the_free_bytes_and_the_rounded_request() -> None:
+def test_an_oom_event_has_the_free_bytes_and_the_rounded_request() -> None:
     allocator = Allocator(100 * MIB, used_elsewhere=10 * MIB)
     allocator.malloc(60 * MIB)
 
@@ -80,7 +80,7 @@ def test_out_of_memory_is_an_event_with_the_free_bytes_and_the_rounded_request()
     assert allocator.trace[-1] == TraceEntry("oom", 30 * MIB, 31 * MIB, 2)
 
 
-def test_the_trace_is_a_view_that_follows() -> None:
+def test_the_trace_is_a_view_that_follows_new_events() -> None:
     allocator = Allocator(1 << 30)
     trace = allocator.trace
     assert len(trace) == 0
@@ -94,7 +94,7 @@ def test_the_trace_is_a_view_that_follows() -> None:
     assert len(trace) == 4
 
 
-def test_context_rides_on_the_events_and_a_free_shows_that_of_the_allocation() -> None:
+def test_a_free_event_shows_the_context_of_its_allocation() -> None:
     allocator = Allocator(1 << 30)
     first = allocator.malloc(512, context="forward")
     second = allocator.malloc(512)

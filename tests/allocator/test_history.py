@@ -1,4 +1,4 @@
-"""Histories of which events are missing are refused in words, and cut ones replayed."""
+"""Histories with missing events are refused with a reason; truncated histories are replayed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def snapshot() -> dict[str, Any]:
-    """Two rounds of allocating, freeing and allocating the same block again: 0x7f0000000000."""
+    """Record two rounds of allocating, freeing and allocating one block: 0x7f0000000000."""
     allocator = Allocator(1 << 34)
     for _ in range(2):
         allocator.free(allocator.malloc(3 * MIB))
@@ -54,7 +54,7 @@ def without_action(snapshot: dict[str, Any], action: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_kind_of_event_that_was_not_recorded(
+def test_a_history_without_a_kind_of_event_is_refused(
     snapshot: dict[str, Any], left_out: str, sentence: str
 ) -> None:
     with pytest.raises(SnapshotError) as refusal:
@@ -66,7 +66,7 @@ def test_a_kind_of_event_that_was_not_recorded(
     )
 
 
-def test_a_pause_in_the_recording(snapshot: dict[str, Any]) -> None:
+def test_a_history_with_a_pause_in_the_recording_is_refused(snapshot: dict[str, Any]) -> None:
     assert actions(snapshot)[3:8] == [
         "free_completed",
         "alloc",
@@ -79,7 +79,7 @@ def test_a_pause_in_the_recording(snapshot: dict[str, Any]) -> None:
         replay(without(snapshot, 3, 4, 5, 6))
 
 
-def test_a_history_whose_beginning_was_overwritten(snapshot: dict[str, Any]) -> None:
+def test_a_history_whose_beginning_was_overwritten_is_replayed(snapshot: dict[str, Any]) -> None:
     for kept in range(1, len(actions(snapshot))):
         trace = snapshot["device_traces"][0][-kept:]
         result = replay({**snapshot, "device_traces": [trace]})

@@ -1,4 +1,4 @@
-"""Snapshot files: what is read, and what is refused without running any of it."""
+"""Snapshot files: recordings are read, other pickles are refused without running their code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_pickled_snapshot_is_read(snapshot: dict[str, Any], write: Write, prot
 
 
 class Attack:
-    """Unpickled by anybody else, it leaves a file behind."""
+    """An object that creates a file when ``pickle.load`` reads it."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -69,7 +69,7 @@ def test_code_that_a_pickle_names_is_not_run(tmp_path: Path, write: Write) -> No
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_name_that_would_break_the_terminal_is_shown_as_plain_text(write: Write) -> None:
+def test_control_characters_in_a_name_are_shown_as_plain_text(write: Write) -> None:
     path = write(b"cos\x1b[31m\nsys\x07tem\n.")
     assert "it refers to os?[31m.sys?tem, and" in refusal(path)
 
@@ -97,7 +97,7 @@ def test_a_damaged_file_is_refused(write: Write, content: bytes, reason: str) ->
         b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b".",
     ],
 )
-def test_a_small_file_cannot_take_all_memory(
+def test_a_small_file_cannot_exhaust_memory(
     write: Write, bomb: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write(bomb)
@@ -108,7 +108,7 @@ def test_a_small_file_cannot_take_all_memory(
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
-def test_deeply_nested_lists_are_refused_like_any_other_list(write: Write) -> None:
+def test_deeply_nested_lists_are_refused_like_flat_lists(write: Write) -> None:
     depth = 200_000
     assert "it holds a list" in refusal(
         write(b"\x80\x04" + b"]" * depth + b"a" * (depth - 1) + b".")
@@ -158,9 +158,7 @@ def test_a_snapshot_of_the_wrong_shape_is_refused(
     assert refusal(write(pickle.dumps(snapshot))).startswith(sentence)
 
 
-def test_a_free_of_what_was_never_allocated_is_refused(
-    snapshot: dict[str, Any], write: Write
-) -> None:
+def test_a_free_without_an_allocation_is_refused(snapshot: dict[str, Any], write: Write) -> None:
     trace = snapshot["device_traces"][0]
     freed = next(event for event in trace if event["action"] == "free_completed")
     trace.append({**freed, "addr": 0x1000})
@@ -174,7 +172,7 @@ def test_a_free_of_what_was_never_allocated_is_refused(
     ("torch", "rules"),
     [((2, 6), (2, 6)), ((2, 8), (2, 9)), ((2, 10), (2, 11)), ((2, 12), (2, 13))],
 )
-def test_the_release_is_told_by_what_events_have(
+def test_the_release_is_inferred_from_the_keys_of_events(
     torch: tuple[int, int], rules: tuple[int, int]
 ) -> None:
     allocator = Allocator(1 << 34, version=torch)
@@ -182,7 +180,7 @@ def test_the_release_is_told_by_what_events_have(
     assert release_of(allocator.snapshot()) == rules
 
 
-def test_the_line_of_an_event_is_the_users() -> None:
+def test_the_line_of_an_event_is_in_the_users_code() -> None:
     frames = [
         {"filename": "CUDACachingAllocator.cpp", "line": 0, "name": "malloc"},
         {"filename": "/usr/lib/python3/torch/nn/functional.py", "line": 5, "name": "linear"},
@@ -203,7 +201,7 @@ def test_more_devices_than_torch_knows_are_refused(snapshot: dict[str, Any], wri
     )
 
 
-def test_a_few_bytes_that_stand_for_millions_of_events_are_refused(
+def test_a_trace_that_repeats_one_event_object_is_refused(
     snapshot: dict[str, Any], write: Write
 ) -> None:
     (trace,) = snapshot["device_traces"]

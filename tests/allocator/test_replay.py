@@ -1,4 +1,4 @@
-"""Replaying snapshots: where recording began, and where the replay differs."""
+"""Replays of snapshots: the state where recording began, and the first difference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def program(allocator: Allocator) -> None:
 
 
 def tail_of(snapshot: dict[str, Any], begin: int) -> dict[str, Any]:
-    """The same snapshot, had recording begun after ``begin`` events."""
+    """Return the snapshot of a recording that began after ``begin`` events."""
     return {**snapshot, "device_traces": [snapshot["device_traces"][0][begin:]]}
 
 
@@ -40,7 +40,7 @@ def snapshot() -> dict[str, Any]:
     return allocator.snapshot()
 
 
-def test_a_complete_recording(snapshot: dict[str, Any]) -> None:
+def test_a_complete_recording_replays_exactly(snapshot: dict[str, Any]) -> None:
     result = replay(snapshot)
 
     assert result.first_mismatch is None
@@ -48,7 +48,7 @@ def test_a_complete_recording(snapshot: dict[str, Any]) -> None:
     assert result.peak_reserved == (2 + 20 + 32 + 20) * MIB
 
 
-def test_a_recording_that_began_at_any_moment(snapshot: dict[str, Any]) -> None:
+def test_a_recording_that_began_at_any_moment_replays_exactly(snapshot: dict[str, Any]) -> None:
     events = snapshot["device_traces"][0]
     starts = [
         index
@@ -61,7 +61,7 @@ def test_a_recording_that_began_at_any_moment(snapshot: dict[str, Any]) -> None:
         assert result.first_mismatch is None, begin
 
 
-def test_the_start_has_what_was_live_then(snapshot: dict[str, Any]) -> None:
+def test_the_restored_start_has_the_blocks_that_were_live(snapshot: dict[str, Any]) -> None:
     events = snapshot["device_traces"][0]
     begin = [event["action"] for event in events].index("free_requested")
 
@@ -83,7 +83,7 @@ def test_the_start_has_what_was_live_then(snapshot: dict[str, Any]) -> None:
 
 
 def started(allocator: Allocator, begin: int) -> dict[int, int]:
-    """Address -> size of what was live when recording began after ``begin`` events."""
+    """Return address -> size of the blocks that were live after ``begin`` events."""
     events = allocator.snapshot()["device_traces"][0][begin:]
     segments = starting_segments(allocator.segments(), events, AllocatorSettings())
     return {
@@ -118,7 +118,7 @@ def test_a_block_ends_where_its_neighbour_was_allocated() -> None:
     assert started(allocator, begin) == {handed_out: 5 * MIB, third: 9 * MIB}
 
 
-def test_a_wrong_address_is_found(snapshot: dict[str, Any]) -> None:
+def test_a_wrong_address_is_reported(snapshot: dict[str, Any]) -> None:
     trace = snapshot["device_traces"][0]
     index = next(i for i, event in enumerate(trace) if event["size"] == 2000)
     trace[index] = {**trace[index], "addr": trace[index]["addr"] + 1 * MIB}
@@ -132,7 +132,7 @@ def test_a_wrong_address_is_found(snapshot: dict[str, Any]) -> None:
     )
 
 
-def test_a_segment_too_many_is_found(snapshot: dict[str, Any]) -> None:
+def test_an_extra_segment_is_reported(snapshot: dict[str, Any]) -> None:
     trace = snapshot["device_traces"][0]
     trace.append({"action": "segment_alloc", "addr": 0x1000, "size": 2 * MIB, "stream": 0})
 
@@ -142,7 +142,7 @@ def test_a_segment_too_many_is_found(snapshot: dict[str, Any]) -> None:
     assert result.first_mismatch == "device 0: 20 events are recorded, 19 simulated"
 
 
-def test_a_different_final_layout_is_found(snapshot: dict[str, Any]) -> None:
+def test_a_different_final_layout_is_not_exact(snapshot: dict[str, Any]) -> None:
     snapshot["segments"][0]["blocks"][-1]["state"] = "active_allocated"
 
     result = replay(snapshot)
@@ -166,7 +166,7 @@ def pooled(allocator: Allocator) -> list[int]:
     return inside
 
 
-def test_private_pools_stay_apart() -> None:
+def test_private_pools_are_replayed_separately() -> None:
     for version in ((2, 13), (2, 6)):
         allocator = Allocator(1 << 34, version=version)
         pooled(allocator)
@@ -178,7 +178,7 @@ def test_private_pools_stay_apart() -> None:
         assert (result.exact_addresses, result.total) == (7, 7)
 
 
-def test_a_private_pool_gives_its_memory_back() -> None:
+def test_a_private_pool_that_releases_its_memory_is_replayed() -> None:
     allocator = Allocator(1 << 34)
     for address in pooled(allocator):
         allocator.free(address)
@@ -206,7 +206,7 @@ def shared(allocator: Allocator) -> None:
     allocator.free(third)
 
 
-def test_a_block_that_a_stream_still_uses_is_free_later() -> None:
+def test_a_block_that_a_stream_still_uses_is_freed_later() -> None:
     allocator = Allocator(1 << 34)
     shared(allocator)
     snapshot = allocator.snapshot()
@@ -224,7 +224,7 @@ def test_a_block_that_a_stream_still_uses_is_free_later() -> None:
     )
 
 
-def test_a_recording_that_began_while_a_stream_used_a_freed_block() -> None:
+def test_a_recording_may_begin_while_a_stream_uses_a_freed_block() -> None:
     allocator = Allocator(1 << 34)
     shared(allocator)
     snapshot = allocator.snapshot()
@@ -241,7 +241,7 @@ def test_a_recording_that_began_while_a_stream_used_a_freed_block() -> None:
     assert result.peak_allocated == allocator.peak_allocated - 10 * MIB
 
 
-def test_only_an_unused_allocator_is_restored(snapshot: dict[str, Any]) -> None:
+def test_restore_refuses_a_used_allocator(snapshot: dict[str, Any]) -> None:
     allocator = Allocator(1 << 34)
     allocator.restore(snapshot["segments"])
     assert [s["address"] for s in allocator.segments()] == [
@@ -264,7 +264,7 @@ def test_a_restored_allocator_counts_oversize_blocks() -> None:
     assert restored.stats()["oversize_allocations"]["current"] == 0
 
 
-def test_a_restored_allocator_counts_what_it_holds(snapshot: dict[str, Any]) -> None:
+def test_statistics_of_a_restored_allocator_count_its_blocks(snapshot: dict[str, Any]) -> None:
     original = Allocator(1 << 34)
     program(original)
     restored = Allocator(1 << 34)

@@ -37,7 +37,7 @@ def unpacked(recorded: dict[str, Any], tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("recorded", manifest())
-def test_every_recorded_event_is_repeated(recorded: dict[str, Any], unpacked: Path) -> None:
+def test_every_recorded_event_is_replayed(recorded: dict[str, Any], unpacked: Path) -> None:
     result = replay(unpacked)
 
     allocations = sum(device["allocs"] for device in recorded["devices"].values())
@@ -47,7 +47,7 @@ def test_every_recorded_event_is_repeated(recorded: dict[str, Any], unpacked: Pa
 
 
 @pytest.mark.parametrize("recorded", manifest())
-def test_peaks_are_those_of_the_recording(recorded: dict[str, Any], unpacked: Path) -> None:
+def test_replayed_peaks_equal_the_recorded_peaks(recorded: dict[str, Any], unpacked: Path) -> None:
     known = [device["peak_alloc_reserved"] for device in recorded["devices"].values()]
     if None in known:
         pytest.skip("the manifest has no peaks for this trace")

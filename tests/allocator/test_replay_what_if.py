@@ -1,4 +1,4 @@
-"""Replaying a snapshot with other settings or on another GPU: what would have been."""
+"""Replays of a snapshot with other settings or on another GPU."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ T4 = GPUS["T4"].total_memory
 
 
 class Line:
-    """Stands for the code that allocates."""
+    """A context with one frame, the line that allocates."""
 
     def __init__(self, line: int) -> None:
         self.frames = [{"filename": "model.py", "line": line, "name": "forward"}]
 
 
 def growing(allocator: Allocator) -> None:
-    """Blocks that grow: without expandable segments each needs a segment of its own."""
+    """Allocate growing blocks: without expandable segments each needs a segment of its own."""
     held = 0
     for step in range(1, 9):
         following = allocator.malloc(step * 100 * MIB, context=Line(step))
@@ -56,7 +56,7 @@ def run(program: Callable[[Allocator], None], conf: str = "", total: int = 1 << 
     "conf", [EXPANDABLE, "roundup_power2_divisions:1", "max_split_size_mb:200", ""]
 )
 @pytest.mark.parametrize("program", [growing, steady])
-def test_the_answer_is_what_the_program_does_with_these_settings(
+def test_peaks_equal_those_of_a_run_with_the_other_settings(
     program: Callable[[Allocator], None], conf: str
 ) -> None:
     recorded, other = run(program), run(program, conf)
@@ -74,7 +74,7 @@ def test_the_answer_is_what_the_program_does_with_these_settings(
     assert device.what_if.out_of_memory is None
 
 
-def test_fragmentation_and_the_largest_split_at_the_peak() -> None:
+def test_fragmentation_and_the_largest_split_are_those_at_the_peak() -> None:
     # Every segment is freed before the next is needed, and a smaller block never fits the larger
     # one: the last step holds 800 MiB of the 3,600 that the steps have reserved, and step 7's 700
     # beside it. No segment is partly free.
@@ -92,7 +92,7 @@ def test_fragmentation_and_the_largest_split_at_the_peak() -> None:
     assert (usage.fragmentation, usage.largest_split, usage.segments) == (15 * MIB, 15 * MIB, 1)
 
 
-def test_a_gpu_that_is_too_small() -> None:
+def test_a_gpu_that_is_too_small_runs_out_of_memory_at_a_line() -> None:
     with pytest.raises(OutOfMemory) as real:
         run(steady, total=T4)
 
@@ -112,7 +112,7 @@ def test_a_gpu_that_is_too_small() -> None:
     assert device.recorded.out_of_memory is None
 
 
-def test_memory_in_use_elsewhere_counts() -> None:
+def test_memory_in_use_elsewhere_reduces_the_capacity() -> None:
     def program(allocator: Allocator) -> None:
         allocator.malloc(14 * GIB)
 
@@ -122,13 +122,13 @@ def test_memory_in_use_elsewhere_counts() -> None:
 
 
 def fragmented(allocator: Allocator) -> None:
-    """Half of a freed segment is used again, so that the other half is lost for what follows."""
+    """Reuse half of a freed segment, so that no later request fits the other half."""
     allocator.free(allocator.malloc(6 * GIB, context=Line(1)))
     allocator.malloc(3 * GIB, context=Line(2))
     allocator.malloc(4 * GIB, context=Line(3))
 
 
-def test_settings_and_gpu_together() -> None:
+def test_settings_and_gpu_may_be_replaced_together() -> None:
     snapshot = run(fragmented).snapshot()
 
     # 3 and 4 GiB fit into 7.75 GiB, a segment of 6 and one of 4 do not.
@@ -142,7 +142,7 @@ def test_settings_and_gpu_together() -> None:
 
 
 def failing(allocator: Allocator) -> None:
-    """Runs out of memory once, and goes on."""
+    """Run out of memory once, and go on."""
     first = allocator.malloc(6 * GIB, context=Line(1))
     second = allocator.malloc(2 * GIB, context=Line(2))
     allocator.free(first)
@@ -153,7 +153,7 @@ def failing(allocator: Allocator) -> None:
         allocator.free(address)
 
 
-def test_what_ran_out_of_memory_is_reported_and_tried_again() -> None:
+def test_a_recorded_out_of_memory_is_reported_and_replayed() -> None:
     snapshot = run(failing, total=10 * GIB).snapshot()
 
     recorded = replay(snapshot)
@@ -162,7 +162,7 @@ def test_what_ran_out_of_memory_is_reported_and_tried_again() -> None:
     assert shortage is not None
     assert (shortage.requested, shortage.free) == (3 * GIB, 2 * GIB)
     assert shortage.line == "model.py:4, forward"
-    # What the allocator could have had is on record then: what it held and what was free.
+    # The capacity is what was reserved and free at the recorded failure.
     assert recorded.devices[0].capacity == 10 * GIB
 
     same = replay(snapshot, "")
@@ -173,7 +173,7 @@ def test_what_ran_out_of_memory_is_reported_and_tried_again() -> None:
 
 
 def begun_late(program: Callable[[Allocator], None]) -> dict[str, Any]:
-    """A recording that began when 8 GiB were in use and 8 more were cached."""
+    """Return a recording that began when 8 GiB were in use and 8 more were cached."""
     allocator = Allocator(1 << 40)
     allocator.malloc(8 * GIB)
     allocator.free(allocator.malloc(8 * GIB))
@@ -182,7 +182,7 @@ def begun_late(program: Callable[[Allocator], None]) -> dict[str, Any]:
     return allocator.snapshot()
 
 
-def test_a_recording_that_began_late_fits_without_what_it_had_cached() -> None:
+def test_a_recording_that_began_late_fits_without_its_cached_segments() -> None:
     def program(allocator: Allocator) -> None:
         allocator.malloc(GIB, context=Line(1))
         allocator.malloc(6 * GIB, context=Line(2))
@@ -200,7 +200,7 @@ def test_a_recording_that_began_late_fits_without_what_it_had_cached() -> None:
     assert replay(snapshot, gpu="A10").peak_reserved == 16 * GIB
 
 
-def test_what_was_live_at_the_start_may_not_fit() -> None:
+def test_blocks_that_were_live_at_the_start_may_not_fit() -> None:
     def program(allocator: Allocator) -> None:
         allocator.malloc(GIB)
 
@@ -231,7 +231,7 @@ def test_several_devices_are_replayed_one_by_one() -> None:
     assert result.peak_reserved == max(first.peak_reserved, second.peak_reserved)
 
 
-def test_what_is_asked_for_must_exist() -> None:
+def test_unknown_settings_and_gpus_are_refused() -> None:
     snapshot = run(growing).snapshot()
     with pytest.raises(SettingsError, match="nonsense"):
         replay(snapshot, "nonsense:1")

@@ -20,7 +20,7 @@ CUDA, HIP, ANY = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_A
         ((2, 15), {CUDA: "cuda", HIP: "hip", ANY: "any"}, "cuda"),
     ],
 )
-def test_the_first_variable_set_wins(
+def test_the_first_variable_that_is_set_is_read(
     monkeypatch: pytest.MonkeyPatch,
     version: tuple[int, int],
     variables: dict[str, str],

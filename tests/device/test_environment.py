@@ -1,4 +1,4 @@
-"""What keys baselines, and what the folder that they stand in is called."""
+"""The key of baselines, which is the name of their folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = Environment(False, "NVIDIA A100-SXM4-40GB", "8.0", "2.13", cuda="13.0", 
 KEY = "cuda-NVIDIA-A100-SXM4-40GB-torch2.13-cu13.0"
 
 
-def on(machine: str) -> Environment:
+def environment_on(machine: str) -> Environment:
     with found(MACHINES[machine].nvml(), MACHINES[machine].environ):
         readings = read_visible()
     assert isinstance(readings, list)
@@ -34,7 +34,7 @@ def on(machine: str) -> Environment:
         ("docker", ""),
         ("wsl", ""),
         ("mig", "-MIG-3g.20gb"),
-        # What MPS recommends is MPS: the exclusive mode beside it changes nothing.
+        # MPS recommends exclusive mode: both together are MPS.
         ("mps", "-MPS"),
         ("vgpu", "-vGPU"),
         ("exclusive", "-exclusive"),
@@ -43,12 +43,12 @@ def on(machine: str) -> Environment:
         ("cgroup", "-cgroup"),
     ],
 )
-def test_the_key_of_baselines_names_what_the_device_is(machine: str, ending: str) -> None:
-    assert on(machine).key == KEY + ending
+def test_the_key_of_baselines_names_the_mode_of_the_device(machine: str, ending: str) -> None:
+    assert environment_on(machine).key == KEY + ending
 
 
-def test_terminal_and_report_name_it_too() -> None:
-    environment = on("hami")
+def test_terminal_and_report_name_the_mode() -> None:
+    environment = environment_on("hami")
     assert describe(environment) == (
         "NVIDIA A100-SXM4-40GB (torch 2.13, CUDA 13.0, driver 580.65, HAMi)"
     )
@@ -78,7 +78,7 @@ T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13
         ),
     ],
 )
-def test_settings_are_named_as_they_are_written(alloc_conf: str, cublas: str, key: str) -> None:
+def test_the_key_has_settings_as_they_are_written(alloc_conf: str, cublas: str, key: str) -> None:
     environment = replace(T4, alloc_conf=alloc_conf, cublas_workspace_config=cublas)
     assert environment.key == key
 
@@ -86,14 +86,14 @@ def test_settings_are_named_as_they_are_written(alloc_conf: str, cublas: str, ke
 @pytest.mark.parametrize(
     "alloc_conf", ["a/b", "roundup_power2_divisions:[256:1,512:2]", "x: 1", "a:" + "1" * 200, ":"]
 )
-def test_what_no_folder_can_be_called_has_a_hash(alloc_conf: str) -> None:
+def test_settings_that_make_no_folder_name_are_hashed(alloc_conf: str) -> None:
     key = replace(T4, alloc_conf=alloc_conf).key
     assert key.startswith("sim-T4-torch2.13-conf")
     assert len(key) == len("sim-T4-torch2.13-conf") + 8
     assert key != replace(T4, alloc_conf=alloc_conf + "2").key
 
 
-def test_settings_of_both_kinds_are_told_apart() -> None:
+def test_keys_tell_settings_of_allocator_and_cublas_apart() -> None:
     settings = [
         ("", ""),
         ("a:1", ""),

@@ -1,4 +1,4 @@
-"""What is said of the host's GPUs, and refused, before torch is imported."""
+"""The host's GPUs before torch is imported: notes about them, and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gpus(machine: str) -> list[NvmlReading]:
         ),
     ],
 )
-def test_what_is_out_of_the_ordinary_is_said(
+def test_unusual_states_of_gpus_are_described(
     machine: str, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {28_290}
@@ -67,7 +67,7 @@ def test_a_second_process_is_refused_in_exclusive_mode() -> None:
     assert why_not_usable(gpus("exclusive"), 2, placed=True) == EXCLUSIVE
 
 
-def test_each_exclusive_gpu_takes_one_of_the_placed() -> None:
+def test_an_exclusive_gpu_takes_one_placed_worker() -> None:
     two = gpus("two exclusive")
     assert why_not_usable(two, 2, placed=True) is None
     assert why_not_usable(two, 2, placed=False) == EXCLUSIVE
@@ -78,12 +78,12 @@ def test_each_exclusive_gpu_takes_one_of_the_placed() -> None:
 
 
 @pytest.mark.parametrize("machine", ["plain", "mps", "mig", "vgpu", "docker", "wsl"])
-def test_nothing_else_is_refused(machine: str) -> None:
+def test_gpus_in_other_modes_are_usable(machine: str) -> None:
     assert why_not_usable(gpus(machine), 16, placed=False) is None
     assert why_not_usable([], 16, placed=False) is None
 
 
-def test_mode_prohibited_is_refused_to_one_process_too() -> None:
+def test_mode_prohibited_is_refused_for_one_process_too() -> None:
     assert str(why_not_usable(gpus("prohibited"), 1, placed=False)).startswith(
         "NVIDIA A100-SXM4-40GB is in compute mode prohibited, in which no process can use it;"
     )
@@ -94,7 +94,7 @@ def test_mode_prohibited_is_refused_to_one_process_too() -> None:
     ("kind", "index", "count"),
     [("auto", None, 2), ("cuda", None, 2), ("cuda", 1, 1), ("sim", 0, 0)],
 )
-def test_the_gpus_of_a_choice(
+def test_a_choice_selects_its_gpus(
     kind: str, index: int | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rooms, "DRIVERS", (__file__,))
@@ -103,7 +103,7 @@ def test_the_gpus_of_a_choice(
         assert len(host_gpus(choice)) == count
 
 
-def test_nvml_is_not_asked_where_no_driver_is(
+def test_nvml_is_not_loaded_without_a_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml = FakeNvml()

@@ -1,4 +1,4 @@
-"""What an import leaves behind keeps no local variable of the code that imports alive."""
+"""``clear_frames_of_imports``: an import keeps no local variable of its caller alive."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ attempt()
 
 
 class Anything:
-    """What can be referred to weakly."""
+    """An object that supports weak references."""
 
 
 @pytest.fixture
@@ -62,19 +62,19 @@ def import_beside_a_variable() -> weakref.ref[Anything]:
 
 
 @pytest.mark.parametrize("source", [OWN_FRAME, STORED_EXCEPTION, CYCLE_WITH_AN_EXCEPTION])
-def test_a_variable_dies_with_its_function(folder: Path, source: str) -> None:
+def test_a_variable_of_the_importer_is_freed_with_its_function(folder: Path, source: str) -> None:
     (folder / "leaves_frames.py").write_text(source)
     with clear_frames_of_imports():
         assert import_beside_a_variable()() is None
 
 
 @pytest.mark.parametrize("source", [OWN_FRAME, STORED_EXCEPTION, CYCLE_WITH_AN_EXCEPTION])
-def test_unwatched_it_lives_on(folder: Path, source: str) -> None:
+def test_a_variable_of_the_importer_lives_on_without_the_context(folder: Path, source: str) -> None:
     (folder / "leaves_frames.py").write_text(source)
     assert import_beside_a_variable()() is not None
 
 
-def test_an_exception_that_is_stored_keeps_its_text(folder: Path) -> None:
+def test_a_stored_exception_loses_its_traceback_alone(folder: Path) -> None:
     (folder / "leaves_frames.py").write_text(STORED_EXCEPTION)
     with clear_frames_of_imports():
         import_beside_a_variable()
@@ -83,7 +83,7 @@ def test_an_exception_that_is_stored_keeps_its_text(folder: Path) -> None:
     assert reason.__traceback__ is None
 
 
-def test_a_module_has_its_own_loader(folder: Path) -> None:
+def test_a_module_keeps_its_own_loader(folder: Path) -> None:
     (folder / "leaves_frames.py").write_text("loader = __loader__, __spec__.loader")
     with clear_frames_of_imports():
         import_beside_a_variable()
@@ -95,21 +95,21 @@ def test_a_module_has_its_own_loader(folder: Path) -> None:
     }
 
 
-def test_who_only_asks_for_a_spec_gets_it_as_it_is(folder: Path) -> None:
+def test_find_spec_returns_the_unchanged_spec(folder: Path) -> None:
     (folder / "leaves_frames.py").write_text("")
     with clear_frames_of_imports():
         spec = importlib.util.find_spec("leaves_frames")
     assert spec == importlib.util.find_spec("leaves_frames")
 
 
-def test_an_error_of_the_module_is_raised_as_it_is(folder: Path) -> None:
+def test_an_error_of_the_module_is_raised_unchanged(folder: Path) -> None:
     (folder / "leaves_frames.py").write_text("1 / 0")
     with clear_frames_of_imports(), pytest.raises(ZeroDivisionError) as raised:
         import_beside_a_variable()
     assert str(raised.traceback[-1].path).endswith("leaves_frames.py")
 
 
-def test_finders_are_as_before_afterwards() -> None:
+def test_sys_meta_path_is_restored_afterwards() -> None:
     before = list(sys.meta_path)
     with clear_frames_of_imports():
         assert sys.meta_path[1:] == before

@@ -1,4 +1,4 @@
-"""Threads that outlive their tests, as far as Python tells."""
+"""Threads that outlive the tests that started them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def start(stop: threading.Event, name: str) -> threading.Thread:
     return thread
 
 
-def test_a_thread_that_outlives_its_test_is_named_for_as_long_as_it_runs(
+def test_a_thread_that_outlives_its_test_is_named_while_it_runs(
     stop: threading.Event,
 ) -> None:
     threads = LeftThreads()
@@ -40,7 +40,7 @@ def test_a_thread_that_outlives_its_test_is_named_for_as_long_as_it_runs(
     assert not threads.notes
 
 
-def test_a_thread_of_a_shared_fixture_outlives_its_test_rightly(stop: threading.Event) -> None:
+def test_a_thread_of_a_shared_fixture_may_outlive_its_test(stop: threading.Event) -> None:
     threads = LeftThreads()
     with threads.started_by("test_it.py::test_a"), threads.started_by(None):
         start(stop, "prefetcher")
@@ -48,7 +48,7 @@ def test_a_thread_of_a_shared_fixture_outlives_its_test_rightly(stop: threading.
     assert threads.notes == ()
 
 
-def test_workers_of_an_executor_wait_for_tasks() -> None:
+def test_idle_workers_of_an_executor_are_not_reported() -> None:
     threads = LeftThreads()
     with ThreadPoolExecutor(1) as executor:
         with threads.started_by("test_it.py::test_a"):

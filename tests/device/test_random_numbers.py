@@ -1,4 +1,4 @@
-"""Random numbers of tests on a device without a GPU: the same each time, and nobody else's."""
+"""Seeded generators of a test: the same numbers each time, and no effect outside of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_test_draws_the_same_numbers() -> None:
             assert draw() == first
 
 
-def test_the_numbers_of_others_go_on_behind_it() -> None:
+def test_the_outer_generators_continue_after_a_test() -> None:
     with simulate("T4"):
         with seeded_generators():
             draw()
@@ -43,7 +43,7 @@ def test_the_numbers_of_others_go_on_behind_it() -> None:
             assert draw() == expected
 
 
-def test_generators_of_gpus_that_none_has_used_stay_new() -> None:
+def test_generators_of_unused_gpus_stay_unseeded() -> None:
     with simulate("T4"):
         with seeded_generators():
             expected = draw()
@@ -53,8 +53,8 @@ def test_generators_of_gpus_that_none_has_used_stay_new() -> None:
             assert draw() == expected
 
 
-def test_a_generator_of_numpy_s_own_kind_comes_back() -> None:
-    """Its state has another form, of which NumPy warns where the old one is asked for."""
+def test_a_bit_generator_of_numpys_is_restored() -> None:
+    """The legacy form of get_state(), in which NumPy warns, does not hold a PCG64 state."""
     numpy: Any = np.random  # whose types lack the two functions
     before = numpy.get_bit_generator()
     numpy.set_bit_generator(np.random.PCG64(7))

@@ -1,4 +1,4 @@
-"""Which device tests run on: options, marker and machine."""
+"""Selection of the device that tests run on, by options, marker and machine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_sim_simulates_also_where_there_is_a_gpu() -> None:
     assert selector("sim", "T4").select(None).environment.simulated
 
 
-def test_a_model_is_one_device_for_all_tests() -> None:
+def test_one_model_is_one_device_for_all_tests() -> None:
     models = selector("sim", "T4")
 
     assert models.select("L4") is models.select("L4")
@@ -69,7 +69,7 @@ def test_a_model_is_one_device_for_all_tests() -> None:
     assert models.select("L4").environment.gpu == "L4"
 
 
-def test_the_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_asked_for_cuda_once(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([False])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: next(answers))
     auto = selector("auto", "T4")
@@ -79,12 +79,12 @@ def test_the_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_numbered_device() -> None:
+def test_a_device_is_selected_by_its_index() -> None:
     assert selector("cuda", index=1).select(None).index == 1
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_number_too_high_is_refused() -> None:
+def test_an_index_without_a_device_is_refused() -> None:
     message = r"--gpumem-device=cuda:2, but torch sees 2 CUDA devices; the last one is cuda:1"
     with pytest.raises(DeviceError, match=message):
         selector("cuda", index=2).select(None)
@@ -108,7 +108,7 @@ def test_cuda_without_a_gpu_is_refused() -> None:
         (selector("cuda"), ("L4", "H100"), ("L4", "H100")),
     ],
 )
-def test_models_that_a_test_runs_on(
+def test_the_marker_overrides_the_models_of_the_option(
     device: DeviceSelector, marked: tuple[str, ...], models: tuple[str, ...]
 ) -> None:
     assert device.models(Expectation(gpu=marked)) == models
@@ -124,9 +124,7 @@ def test_models_that_a_test_runs_on(
         (selector("off"), "off, nothing is measured"),
     ],
 )
-def test_a_device_is_described_before_torch_is_asked(
-    device: DeviceSelector, description: str
-) -> None:
+def test_a_choice_is_described_without_torch(device: DeviceSelector, description: str) -> None:
     assert device.description == description
 
 
@@ -150,7 +148,7 @@ def l4(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     return device
 
 
-def test_a_real_device_s_environment(l4: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_gpu_is_read(l4: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
 
@@ -165,7 +163,7 @@ def test_a_real_device_s_environment(l4: CudaDevice, monkeypatch: pytest.MonkeyP
     assert l4.total_memory == 24 * 1024**3
 
 
-def test_the_newer_name_of_the_allocator_s_settings(
+def test_pytorch_alloc_conf_is_read_since_2_10(
     l4: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -174,14 +172,14 @@ def test_the_newer_name_of_the_allocator_s_settings(
     assert l4.environment.alloc_conf == read_since_2_10
 
 
-def test_a_device_without_a_number_leaves_the_current_one_alone(l4: CudaDevice) -> None:
+def test_a_device_without_an_index_does_not_set_the_current_one(l4: CudaDevice) -> None:
     with l4.active():
         pass
     assert isinstance(find_device(1, required=True), CudaDevice)
     assert isinstance(CudaDevice(1).active(), torch.cuda.device)
 
 
-def test_a_test_begins_without_initialising_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_begin_test_does_not_initialise_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def initialise(_: int) -> None:
         raise AssertionError("CUDA is initialised")
 
@@ -191,7 +189,9 @@ def test_a_test_begins_without_initialising_cuda(monkeypatch: pytest.MonkeyPatch
     CudaDevice(None).begin_test("test_it", (), lambda *_: None)
 
 
-def test_nvml_says_why_it_says_nothing(l4: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_nvml_readings_have_a_reason(
+    l4: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     not_loaded = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=not_loaded))
 
@@ -199,7 +199,7 @@ def test_nvml_says_why_it_says_nothing(l4: CudaDevice, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_every_visible_gpu_is_shared_and_the_own_one_first(
+def test_every_visible_gpu_is_shared_beginning_with_the_selected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", MACHINES["two"].nvml())
@@ -208,5 +208,5 @@ def test_every_visible_gpu_is_shared_and_the_own_one_first(
     plain, chosen = CudaDevice(None), CudaDevice(1)
     assert [one.name for one in plain.share(tmp_path)] == [second, first]
     assert [one.name for one in chosen.share(tmp_path)] == [first, second]
-    # Before CUDA starts: a context is expected on the own device alone.
+    # Before CUDA starts, a context is expected on the selected device alone.
     assert (plain.held(second), plain.held(first)) == ((CONTEXT, 0), (0, 0))

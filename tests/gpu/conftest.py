@@ -21,14 +21,14 @@ def pytest_pycollect_makemodule() -> None:
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    """A device, empty but for what other tests have leaked."""
+    """Make the device available, empty except for leaks of other tests."""
     gc.collect()
     with device_under_test():
         yield
 
 
 class Records:
-    """A plugin that keeps what the reports of a run carry."""
+    """A plugin that collects the plugin's records from the reports of a run."""
 
     def __init__(self) -> None:
         self.by_test: dict[str, dict[str, Any]] = {}
@@ -40,7 +40,7 @@ class Records:
 
 
 class CudaProject(Project):
-    """A user's project whose tests run on what ``torch.cuda`` says there is."""
+    """A user's project whose tests run on the device that ``torch.cuda`` reports."""
 
     def run(
         self,
@@ -53,7 +53,7 @@ class CudaProject(Project):
         return super().run(*args, device=device, use=use, plugins=plugins)
 
     def records(self, *args: str) -> dict[str, dict[str, Any]]:
-        """Run pytest and return what was found out about each test, by name.
+        """Run pytest and return each test's record, by name.
 
         Needs no JSON report, and so no jsonschema.
         """

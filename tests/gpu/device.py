@@ -46,7 +46,7 @@ def missing() -> str | None:
 
 @contextmanager
 def device_under_test() -> Iterator[None]:
-    """Have ``cuda`` inside, with nothing allocated that the allocator could give back."""
+    """Make ``cuda`` available inside, with an empty cache and no workspaces."""
     model = stands_in()
     if model is not None:
         with simulate(model):
@@ -60,7 +60,7 @@ def device_under_test() -> Iterator[None]:
 
 
 class _Counting:
-    """Memory that only counts."""
+    """An allocator that only records sizes."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
@@ -77,7 +77,7 @@ class _Counting:
 
 
 def kept_workspaces() -> set[int]:
-    """Bytes that one thread's products may leave on this device: through cuBLAS or cuBLASLt."""
+    """Return the bytes of workspaces that one thread's products keep: of cuBLAS or cuBLASLt."""
     properties = torch.cuda.get_device_properties(0)
     found = set()
     for product in ("gemm", "gemm_lt"):

@@ -28,7 +28,7 @@ def _validator() -> None:
 
 
 @pytest.mark.usefixtures("_validator")
-def test_a_baseline_is_recorded_compared_and_regressed(cuda: CudaProject) -> None:
+def test_a_regression_against_a_recorded_baseline_fails(cuda: CudaProject) -> None:
     cuda.write(test_model=TEST)
     cuda.run("--gpumem-update-baselines").assert_outcomes(passed=1)
     (folder,) = {path.partition("/")[0] for path in cuda.baselines()}
@@ -41,12 +41,12 @@ def test_a_baseline_is_recorded_compared_and_regressed(cuda: CudaProject) -> Non
     assert record["outcome"] == "failed"
     (verdict, *_) = [v for v in record["verdicts"] if not v["passed"]]
     assert verdict["kind"] == "baseline"
-    # Of the peak at the product: x in double precision is gone by then, x in single is new.
+    # At the product, where the peak is, x.double() is freed and its float32 copy is live.
     assert verdict["actual"] - verdict["reference"] >= 4096 * 1024 * 4
 
 
 @pytest.mark.usefixtures("_validator")
-def test_the_cause_of_a_regression_is_explained(cuda: CudaProject) -> None:
+def test_the_explanation_names_the_line_of_a_regression(cuda: CudaProject) -> None:
     cuda.write(test_model=TEST)
     cuda.run("--gpumem-update-baselines", "--gpumem-explain=always").assert_outcomes(passed=1)
     cuda.write(test_model=REGRESSED)

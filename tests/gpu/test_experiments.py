@@ -1,4 +1,4 @@
-"""Where the memory of training goes, on this device; what depends on its workspaces by their rule.
+"""Memory of training on this device, whose workspaces follow the plugin's rule.
 
 The experiments are those of ``examples/memory_of_training``, which has the numbers of a T4.
 """
@@ -45,24 +45,24 @@ ELEMENTS = {
 
 @pytest.fixture
 def read() -> Read:
-    """Bytes allocated since the test began."""
+    """Return a function: bytes allocated since the test began."""
     before = torch.cuda.memory_allocated()
     return lambda: torch.cuda.memory_allocated() - before
 
 
 @pytest.fixture
 def tensors_alone() -> Read:
-    """Bytes that tensors took since the test began."""
+    """Return a function: bytes allocated since the test began, less workspaces."""
     before = experiments.without_workspaces()
     return lambda: experiments.without_workspaces() - before
 
 
-def test_reserved_stays_when_a_tensor_goes() -> None:
+def test_reserved_memory_stays_when_a_tensor_is_deleted() -> None:
     seen = experiments.reserved_and_allocated()
 
     reserved, allocated = seen["start"]
     changes = {name: (r - reserved, a - allocated) for name, (r, a) in seen.items()}
-    # Nothing else may have room for it: a device that holds small blocks needs no segment.
+    # A segment is new only if no small block is live whose segment has room for the tensor.
     segment = 2_097_152 if allocated == 0 else changes["tensor"][0]
     assert changes == {
         "start": (0, 0),
@@ -72,7 +72,7 @@ def test_reserved_stays_when_a_tensor_goes() -> None:
     }
 
 
-def test_bytes_per_element() -> None:
+def test_elements_have_the_size_of_their_dtype() -> None:
     assert experiments.bytes_per_element() == ELEMENTS
 
 
@@ -80,13 +80,13 @@ def test_800_floats_take_seven_blocks() -> None:
     assert experiments.tensor_of(800) == 3_584
 
 
-def test_staircase() -> None:
+def test_allocated_bytes_grow_in_steps_of_512() -> None:
     steps = experiments.staircase()
     assert steps == [in_blocks(elements) for elements in range(1050)]
     assert (steps[0], steps[128], steps[129], steps[1049]) == (0, 512, 1_024, 4_608)
 
 
-def test_the_whole_device_holds_more_than_the_allocator() -> None:
+def test_device_used_exceeds_reserved_memory() -> None:
     x = torch.zeros(1 << 20, device="cuda")
     use = experiments.device_use()
     if isinstance(use, NvmlAbsent):
@@ -100,7 +100,7 @@ def test_the_whole_device_holds_more_than_the_allocator() -> None:
         assert use.process_used <= use.used
 
 
-def test_linear_forward(read: Read) -> None:
+def test_forward_of_a_linear_layer_keeps_output_and_workspace(read: Read) -> None:
     seen = experiments.linear_layer(backward=False, read=read)
 
     workspace = seen["forward"] - TENSORS
@@ -115,12 +115,12 @@ def test_linear_forward(read: Read) -> None:
     }
 
 
-def test_linear_backward(read: Read) -> None:
+def test_backward_of_a_linear_layer_has_its_own_workspace(read: Read) -> None:
     seen = experiments.linear_layer(backward=True, read=read)
 
     kept = kept_workspaces()
     forward = seen["forward"] - TENSORS
-    # Backward runs on a thread of its own, whose products have a workspace of their own.
+    # Backward runs on autograd's thread, which has its own cuBLAS workspace.
     backward = seen["backward"] - seen["forward"] - MODEL
     assert {forward, backward} <= kept
     assert seen["deleted"] == forward + backward
@@ -132,7 +132,7 @@ def test_linear_backward(read: Read) -> None:
     closed_form.INTERMEDIATES.values(),
     ids=closed_form.INTERMEDIATES,
 )
-def test_intermediates(
+def test_operators_save_the_tensors_of_their_closed_form(
     compute: Callable[..., Tensor],
     weights: list[tuple[int, int]],
     saved: list[tuple[int, ...]],
@@ -144,13 +144,13 @@ def test_intermediates(
     assert experiments.kept_for_backward(compute, x, *trained) == kept
 
 
-def test_layer_norm_by_hand(tensors_alone: Read) -> None:
+def test_layer_norm_of_operators_keeps_one_intermediate(tensors_alone: Read) -> None:
     x = w = y = intermediate = 512
     assert experiments.layer_norm_by_hand(tensors_alone) == x + w + y + intermediate
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 10])
-def test_deep_network(tensors_alone: Read, blocks: int) -> None:
+def test_a_deep_network_takes_its_closed_forms_bytes(tensors_alone: Read, blocks: int) -> None:
     model, x, hidden = closed_form.deep_network(blocks), in_blocks(5, 200), in_blocks(5, 100)
 
     inference = experiments.deep_forward(blocks, inference=True, read=tensors_alone)
@@ -175,7 +175,7 @@ def predicted(state_copies: int) -> dict[str, int]:
 
 
 @optimizers
-def test_optimizer_timeline(
+def test_an_optimizer_timeline_equals_its_closed_form(
     optimizer: MakeOptimizer, state_copies: int, tensors_alone: Read
 ) -> None:
     assert optimizer_timeline(optimizer, tensors_alone) == predicted(state_copies)
@@ -192,8 +192,8 @@ with device_under_test():
 
 
 @optimizers
-def test_optimizer_timeline_without_workspaces(optimizer: type, state_copies: int) -> None:
-    # In a process of its own: cuBLAS reads the setting once.
+def test_an_optimizer_timeline_without_workspaces(optimizer: type, state_copies: int) -> None:
+    # cuBLAS reads the setting once in a process.
     ran = subprocess.run(
         [quick(), "-c", TIMELINE.replace("NAME", optimizer.__name__)],
         env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"},
@@ -206,7 +206,7 @@ def test_optimizer_timeline_without_workspaces(optimizer: type, state_copies: in
     assert json.loads(ran.stdout) == predicted(state_copies)
 
 
-def test_within_a_step_adam_needs_one_more_copy_of_the_model() -> None:
+def test_adam_allocates_one_copy_of_the_model_within_a_step() -> None:
     moments = step_timeline(torch.optim.Adam, blocks=4)
 
     phases = ["zero_grad", "forward", "backward", "step"]

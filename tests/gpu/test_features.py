@@ -1,4 +1,4 @@
-"""What the marker and the options promise, on the device that ``torch.cuda`` says there is."""
+"""Features of the marker and the options, on the device that ``torch.cuda`` reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALLOCATE = """
 
 
 def line_of(project: CudaProject, module: str, text: str) -> str:
-    """Return the place of the first line of a module that holds ``text``."""
+    """Return ``module:line`` of the first line that contains ``text``."""
     lines = (project.path / module).read_text().splitlines()
     return f"{module}:{1 + next(at for at, line in enumerate(lines) if text in line)}"
 
@@ -37,8 +37,8 @@ def measured(project: CudaProject, source: str, *arguments: str) -> dict[str, An
     return project.records(*arguments)
 
 
-def test_the_state_of_dropout_is_no_leak(cuda: CudaProject) -> None:
-    """Torch keeps it until the process ends."""
+def test_the_dropout_state_of_cudnn_is_not_counted_as_a_leak(cuda: CudaProject) -> None:
+    """Torch keeps the state until the process ends."""
     record = measured(
         cuda,
         """
@@ -69,7 +69,7 @@ def test_a_printed_tensor_is_formatted_on_its_device(cuda: CudaProject) -> None:
     assert not [note for note in record["measurement"]["notes"] if "again" in note or "NaN" in note]
 
 
-def test_warm_up_and_repeats_count_the_last_run(cuda: CudaProject) -> None:
+def test_the_measurement_is_that_of_the_last_repeat(cuda: CudaProject) -> None:
     records = measured(
         cuda,
         """
@@ -114,7 +114,7 @@ def test_a_leak_names_its_holder(cuda: CudaProject) -> None:
     assert "entries" in str(leak)
 
 
-def test_phases_hold_what_was_live_in_them_by_category(cuda: CudaProject) -> None:
+def test_phases_have_the_bytes_of_each_category(cuda: CudaProject) -> None:
     records = measured(
         cuda,
         """
@@ -163,7 +163,7 @@ def test_a_graph_and_a_pool_are_measured(cuda: CudaProject) -> None:
     assert records["test_pool"]["measurement"]["peak_allocated"] == 4 * MIB
 
 
-def test_a_quota_is_the_process_own_limit(cuda: CudaProject) -> None:
+def test_a_quota_limits_one_test(cuda: CudaProject) -> None:
     records = measured(
         cuda,
         """
@@ -234,7 +234,7 @@ def test_workers_share_the_device(
     result.assert_outcomes(passed=6)
 
 
-def test_every_device_that_a_test_touches_is_measured(cuda: CudaProject) -> None:
+def test_every_device_that_a_test_uses_is_measured(cuda: CudaProject) -> None:
     if stands_in() is None and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     if stands_in() is not None:
@@ -275,12 +275,12 @@ def test_compiled_code_is_measured(cuda: CudaProject) -> None:
     )
 
     found = records["test_compiled"]["measurement"]
-    # The argument and the sums: what is between is one kernel.
+    # The argument and the sums: one kernel fuses the operators between them.
     assert found["peak_allocated"] == 4 * MIB + 4096
 
 
 @needs_triton
-def test_a_compiled_kernel_changes_what_it_writes_to_alone(cuda: CudaProject) -> None:
+def test_a_compiled_kernel_leaves_its_inputs_values_known(cuda: CudaProject) -> None:
     records = measured(
         cuda,
         """

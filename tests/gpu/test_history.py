@@ -1,4 +1,4 @@
-"""What the device records: snapshots for memory_viz, and who holds the bytes."""
+"""The recorded history: snapshots for memory_viz, and the sites that hold the bytes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_sites_name_lines_and_operators(cuda: CudaProject, arguments: tuple[str,
 @pytest.mark.parametrize(
     "arguments", [(), ("--gpumem-history=all",)], ids=["second run", "history"]
 )
-def test_what_holds_the_peak_sums_to_it(cuda: CudaProject, arguments: tuple[str, ...]) -> None:
+def test_categories_and_sites_sum_to_peaks(cuda: CudaProject, arguments: tuple[str, ...]) -> None:
     cuda.write(test_model=MODEL)
 
     measurement = cuda.records(*arguments)["test_forward"]["measurement"]
@@ -80,7 +80,7 @@ def test_what_holds_the_peak_sums_to_it(cuda: CudaProject, arguments: tuple[str,
     assert held["optimizer state"] == 2 * parameters
 
 
-def test_without_a_reason_nothing_is_recorded(cuda: CudaProject) -> None:
+def test_a_passing_test_records_no_history(cuda: CudaProject) -> None:
     cuda.write(test_model=MODEL.replace("1KiB", "1GiB"))
 
     record = cuda.records()["test_forward"]

@@ -57,7 +57,7 @@ SENTENCES = {
 }
 
 
-def test_limits(cuda: CudaProject) -> None:
+def test_tests_over_their_limit_fail(cuda: CudaProject) -> None:
     cuda.write(test_limits=LIMITS)
 
     outcomes = {name: record["outcome"] for name, record in cuda.records().items()}
@@ -72,7 +72,7 @@ def test_limits(cuda: CudaProject) -> None:
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_a_failure_is_one_sentence(cuda: CudaProject, name: str) -> None:
+def test_a_failure_is_reported_in_one_sentence(cuda: CudaProject, name: str) -> None:
     cuda.write(test_limits=LIMITS)
 
     result = cuda.run("-k", name.removeprefix("test_"))

@@ -52,11 +52,11 @@ def measured(cuda: CudaProject, *args: str) -> tuple[dict[str, Any], dict[str, i
     return record, seen
 
 
-def test_the_meter_reads_what_torch_reads(cuda: CudaProject) -> None:
+def test_the_meter_agrees_with_torch_cuda(cuda: CudaProject) -> None:
     record, seen = measured(cuda)
 
     measurement = record["measurement"]
-    # What other tests have left, and what fills the free space beside it.
+    # Bytes that other tests have left, and fillers of their free blocks.
     others = seen["before"] - TABLE
     assert 0 <= measurement["stray"] <= others
     assert measurement["allocated_before"] == TABLE
@@ -80,7 +80,7 @@ def test_phases_of_a_step_are_found(cuda: CudaProject) -> None:
     assert phases["forward"]["cublas_workspace"] in {a + b for a in kept for b in {0, *kept}}
 
 
-def test_recording_changes_no_number(cuda: CudaProject) -> None:
+def test_recording_history_changes_no_number(cuda: CudaProject) -> None:
     plain = measured(cuda)[0]["measurement"]
     recorded = measured(cuda, "--gpumem-history=python")[0]["measurement"]
 
@@ -88,7 +88,7 @@ def test_recording_changes_no_number(cuda: CudaProject) -> None:
         assert plain[name] == recorded[name], name
 
 
-def test_the_number_is_the_same_alone_and_after_others(cuda: CudaProject) -> None:
+def test_the_measurement_is_the_same_alone_and_after_other_tests(cuda: CudaProject) -> None:
     body = """
         kept = []
 
@@ -118,7 +118,7 @@ def test_the_number_is_the_same_alone_and_after_others(cuda: CudaProject) -> Non
         assert after[name] == alone[name], name
 
 
-def test_a_body_that_resets_peaks_does_not_blind_the_meter(cuda: CudaProject) -> None:
+def test_a_body_that_resets_peaks_does_not_reset_the_meter(cuda: CudaProject) -> None:
     body = """
         @pytest.mark.gpumem
         def test_reset():
@@ -137,7 +137,7 @@ def test_a_body_that_resets_peaks_does_not_blind_the_meter(cuda: CudaProject) ->
     assert record["measurement"]["peak_allocated"] == 8 << 20
 
 
-def test_environment_and_nvml_are_those_of_the_device() -> None:
+def test_environment_and_nvml_reading_describe_the_device() -> None:
     device = find_device(None, required=True)
     assert device is not None
     properties = torch.cuda.get_device_properties(0)
@@ -150,7 +150,7 @@ def test_environment_and_nvml_are_those_of_the_device() -> None:
     if "absent" in reading:
         assert reading["absent"]
     else:
-        # NVML counts what the driver keeps to itself as well.
+        # NVML counts the driver's own memory as well.
         assert reading["total"] >= properties.total_memory
         assert reading["used"] >= torch.cuda.memory_reserved()
         assert device.environment.driver == reading["driver"]

@@ -35,7 +35,7 @@ SOURCE = """
 """
 
 
-def test_who_asked_and_who_holds(cuda: CudaProject) -> None:
+def test_the_record_names_the_request_and_the_holders(cuda: CudaProject) -> None:
     cuda.write(test_oom=SOURCE)
 
     records = cuda.records()
@@ -53,12 +53,12 @@ def test_who_asked_and_who_holds(cuda: CudaProject) -> None:
     assert found["allocated"] >= 600 << 20
     holders = [site for site in found["holders"] if site["site"] == f"test_oom.py:{line}"]
     assert sum(site["bytes"] for site in holders) == 600 << 20
-    # The device has room; the process may not have it, however it lays out its memory.
+    # The device has room; the limit of the process refuses it under any allocator settings.
     assert found["free"] > 500 << 20
     assert found["avoided_by"] == []
 
 
-def test_the_post_mortem_stands_below_the_failure(cuda: CudaProject) -> None:
+def test_the_post_mortem_is_printed_below_the_failure(cuda: CudaProject) -> None:
     cuda.write(test_oom=SOURCE)
 
     result = cuda.run("-k", "too_much")

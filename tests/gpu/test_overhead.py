@@ -1,4 +1,4 @@
-"""The benchmark of the plugin's overhead runs; what it measures is judged where it is run."""
+"""The benchmark of the plugin's overhead runs; its budgets are not judged by this test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_benchmark_of_the_overhead_runs() -> None:
         text=True,
         check=False,
     )
-    # 1 says that a budget is exceeded, which so few tests do not tell.
+    # Exit code 1: a budget is exceeded, which so few tests cannot tell reliably.
     assert ran.returncode in (0, 1), ran.stderr
     *_, header, test, step = ran.stdout.splitlines()
     assert header.split() == ["bare", "cost", "budget"]

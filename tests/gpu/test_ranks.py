@@ -25,7 +25,7 @@ STAND_IN = """
         if SIZE > 1:
             STANDING_IN.__enter__()
 """
-"""Lets each process of a test have the simulated device that stands in, below the plugin."""
+"""A conftest.py that gives each rank's process the simulated device, below the plugin."""
 
 TESTS = """
     import os
@@ -59,7 +59,7 @@ def _two_gpus(device: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_two_gpus")
-def test_the_worst_of_the_processes_is_judged(cuda: CudaProject) -> None:
+def test_the_rank_with_the_highest_peak_is_judged(cuda: CudaProject) -> None:
     files = {"test_ranks": TESTS}
     if (model := stands_in()) is not None:
         files["conftest"] = STAND_IN.replace("MODEL", model)

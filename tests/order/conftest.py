@@ -1,3 +1,3 @@
-"""What is in ``corpus`` is run by the tests here, in a copy."""
+"""The tests of this folder run a copy of ``corpus``, so pytest does not collect it."""
 
 collect_ignore = ["corpus"]

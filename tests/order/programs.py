@@ -1,4 +1,4 @@
-"""Programs that each way of running code on a simulated GPU gives one number."""
+"""Programs whose peaks must not depend on the way they are run on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compiled() -> None:
 
 
 def cyclic() -> None:
-    """Garbage that only the collector frees."""
+    """Tensors in reference cycles, which only the garbage collector frees."""
     for _ in range(2000):
         cycle: list[object] = [torch.empty(4096, device="cuda")]
         cycle.append(cycle)

@@ -1,6 +1,6 @@
-"""A test's numbers are the same alone, in any order, under any option that does not change it.
+"""A test's measurement is the same alone, in any order and under any option of :data:`MODES`.
 
-The corpus is a project of some 140 measured tests. Every part of every measurement is compared with
+The corpus is a project of some 140 measured tests. Each measurement is compared as a whole with
 that of a run in file order: peaks, phases, leaks, categories, source lines and notes.
 """
 
@@ -49,19 +49,19 @@ MODES = {
     "share": (*IN_FILE_ORDER, "-n2", "--gpumem-share"),
     "explained": (*IN_FILE_ORDER, "--gpumem-explain=always"),
 }
-"""Options of pytest; coverage, twice in a process and each test alone have tests of their own."""
+"""Options of pytest by mode; coverage, two runs in a process and single tests have own tests."""
 
 ALONE = 10
-"""Tests that are run alone, others in each run; all of them with ``thorough``."""
+"""Number of tests that are run alone, drawn anew each time; all of them with ``thorough``."""
 
 NOT_ITS_OWN = "stray"
-"""The field of a measurement that says what others had left."""
+"""The field of a measurement that counts bytes that earlier tests left: it may differ."""
 
 Numbers = Mapping[str, Any]
 
 
 class Corpus:
-    """A copy of the corpus, and what runs of it report."""
+    """A copy of the corpus, with the reports of its runs."""
 
     def __init__(self, folder: Path) -> None:
         shutil.copytree(CORPUS, folder / "corpus", ignore=shutil.ignore_patterns("__pycache__"))
@@ -78,7 +78,7 @@ class Corpus:
         return _numbers(report)
 
     def run_twice(self) -> tuple[Numbers, Numbers]:
-        """Return those of two runs in one process."""
+        """Return the measurements of two runs in one process."""
         reports = self._new_report(), self._new_report()
         self._call("-c", RUN_TWICE, *map(str, reports), *IN_FILE_ORDER)
         return _numbers(reports[0]), _numbers(reports[1])
@@ -88,14 +88,14 @@ class Corpus:
         return self._folder.parent / f"{self._runs}.json"
 
     def _call(self, *arguments: str) -> None:
-        # No other test, no compiler has run in this process: what is first here is first.
+        # A new process: no test has run and no compiler is imported in it.
         ran = subprocess.run(
             [str(quick("plain")), *arguments, *ALWAYS],
             cwd=self._folder,
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(_paths(self._folder)),
-                # The first run compiles, and the others find what it has compiled.
+                # The first run compiles; the others read its cache.
                 "TORCHINDUCTOR_CACHE_DIR": str(self._folder.parent / "inductor"),
             },
             capture_output=True,
@@ -121,7 +121,7 @@ def _numbers(report: Path) -> Numbers:
 
 
 def differing(expected: Numbers, found: Numbers) -> dict[str, dict[str, Any]]:
-    """Return by test what differs: the field, and its value on both sides."""
+    """Return the fields that differ, by test, with both values."""
     return {
         nodeid: {
             field: (expected[nodeid].get(field), numbers.get(field))
@@ -138,34 +138,34 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return Corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def test_the_corpus_is_large_and_measured(corpus: Corpus) -> None:
+def test_the_tests_of_the_corpus_are_measured(corpus: Corpus) -> None:
     assert len(corpus.in_file_order) >= 120
     peaks = [numbers["peak_allocated"] for numbers in corpus.in_file_order.values()]
-    assert peaks.count(0) == 1  # of the test whose first allocation finds no memory
+    assert peaks.count(0) == 1  # the test whose first allocation runs out of memory
     assert len(set(peaks)) > 80
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_number_in_every_mode(corpus: Corpus, mode: str) -> None:
+def test_measurements_do_not_depend_on_the_mode(corpus: Corpus, mode: str) -> None:
     found = corpus.run(*MODES[mode])
     assert found.keys() >= corpus.in_file_order.keys()
     assert differing(corpus.in_file_order, found) == {}
 
 
-def test_one_number_under_coverage(corpus: Corpus) -> None:
+def test_measurements_do_not_depend_on_coverage(corpus: Corpus) -> None:
     found = corpus.run(*IN_FILE_ORDER, runner=("-m", "coverage", "run", "-m", "pytest"))
     assert found.keys() == corpus.in_file_order.keys()
     assert differing(corpus.in_file_order, found) == {}
 
 
-def test_one_number_twice_in_a_process(corpus: Corpus) -> None:
+def test_measurements_are_the_same_twice_in_a_process(corpus: Corpus) -> None:
     first, second = corpus.run_twice()
     assert first.keys() == second.keys() == corpus.in_file_order.keys()
     assert differing(corpus.in_file_order, first) == {}
     assert differing(corpus.in_file_order, second) == {}
 
 
-def test_one_number_alone(corpus: Corpus) -> None:
+def test_the_measurement_of_a_test_alone_is_the_same(corpus: Corpus) -> None:
     chosen = list(corpus.in_file_order)
     if hypothesis.settings().max_examples < 500:
         chosen = random.sample(chosen, ALONE)

@@ -1,4 +1,4 @@
-"""A program has one number: in pytest, explained or not, in simulate(), run and predicted."""
+"""A program's peaks are the same in pytest, in simulate() and by ``gpumem run`` and ``predict``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Peaks = tuple[int, int]
 
 
 def output(folder: Path, *arguments: str) -> str:
-    """Return what a Python process printed that has torch and has run nothing."""
+    """Return the output of a Python process in which torch is imported and nothing has run."""
     ran = subprocess.run(
         [str(quick("plain")), *arguments],
         cwd=folder,
@@ -110,7 +110,7 @@ WAYS: dict[str, Callable[[Path, str], Peaks]] = {
 
 
 @pytest.mark.parametrize("name", [program.__name__ for program in PROGRAMS])
-def test_a_program_has_one_number(tmp_path: Path, name: str) -> None:
+def test_peaks_of_a_program_do_not_depend_on_the_way_it_is_run(tmp_path: Path, name: str) -> None:
     expected = simulated(tmp_path, name)
     assert {way: peaks(tmp_path, name) for way, peaks in WAYS.items()} == dict.fromkeys(
         WAYS, expected

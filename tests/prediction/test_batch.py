@@ -1,4 +1,4 @@
-"""Peaks as a line over the batch, and the largest batch that fits."""
+"""fit_batch: peaks as a linear function of the batch size, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 class Step:
-    """100 MiB of model, and 3 MiB for each sample."""
+    """A step that takes 100 MiB for the model and 3 MiB for each sample."""
 
     def __init__(self) -> None:
         self.model: torch.Tensor | None = None
@@ -24,7 +24,7 @@ class Step:
         torch.empty(batch * 3 * MIB, dtype=torch.uint8, device="cuda")
 
 
-def test_a_line_is_found_and_the_largest_batch_confirmed() -> None:
+def test_a_line_is_fitted_and_the_largest_batch_is_confirmed() -> None:
     fit = fit_batch(Step(), [10, 20, 40], gpu="T4")
     assert (fit.model_bytes, fit.bytes_per_sample, fit.residual) == (100 * MIB, 3 * MIB, 0)
     assert fit.peaks == {10: 130 * MIB, 20: 160 * MIB, 40: 220 * MIB}
@@ -33,7 +33,7 @@ def test_a_line_is_found_and_the_largest_batch_confirmed() -> None:
     assert str(fit) == "100.0 MiB + batch × 3.0 MiB; largest batch in 14.75 GiB: 5000"
 
 
-def test_on_the_current_device() -> None:
+def test_fit_batch_uses_the_current_simulation() -> None:
     with simulate("T4"):
         layer = nn.Linear(1024, 1024).cuda()
 
@@ -47,7 +47,7 @@ def test_on_the_current_device() -> None:
     assert fit.largest is None
 
 
-def test_what_does_not_grow_with_the_batch_has_no_largest() -> None:
+def test_a_constant_peak_has_no_largest_batch() -> None:
     def step(batch: int) -> None:
         torch.empty(MIB, device="cuda")
 
@@ -56,6 +56,6 @@ def test_what_does_not_grow_with_the_batch_has_no_largest() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[8], [8, 8], [], [0, 4]])
-def test_two_sizes_are_needed(sizes: list[int]) -> None:
+def test_fit_batch_needs_two_sizes(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match="give at least two different batch sizes from 1 up"):
         fit_batch(Step(), sizes, gpu="T4")

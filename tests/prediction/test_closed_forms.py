@@ -30,7 +30,7 @@ def test_blocks_are_multiples_of_512_bytes() -> None:
     assert block_bytes((0, 5), torch.float32) == 0
 
 
-def test_parameters_gradients_and_buffers() -> None:
+def test_parameters_gradients_and_buffers_have_closed_forms() -> None:
     # Linear: 256 · 250 · 4 and 1,000 -> 1,024 bytes; batch norm: two of 1,024.
     assert parameter_bytes(MODEL) == 256_000 + 3 * 1024
     assert gradient_bytes(MODEL) == 256_000 + 3 * 1024
@@ -72,7 +72,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_state_is_what_a_step_leaves(name: str) -> None:
+def test_optimizer_state_equals_the_bytes_that_a_step_keeps(name: str) -> None:
     with simulate("T4"):
         layer = nn.Linear(300, 70, device="cuda")
         for parameter in layer.parameters():
@@ -84,7 +84,7 @@ def test_optimizer_state_is_what_a_step_leaves(name: str) -> None:
         assert optimizer_state_bytes(optimizer) == torch.cuda.memory_allocated() - before
 
 
-def test_adam_doubles_the_parameters() -> None:
+def test_adam_state_is_twice_the_parameters() -> None:
     layer = nn.Linear(256, 256, bias=False)
     assert optimizer_state_bytes(torch.optim.Adam(layer.parameters())) == 2 * 256 * 256 * 4
 
@@ -135,7 +135,7 @@ CHAINS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("training", [True, False])
-def test_a_chain_keeps_each_tensor_once(name: str, training: bool) -> None:
+def test_activations_of_a_chain_count_each_tensor_once(name: str, training: bool) -> None:
     make, shape = CHAINS[name]
     with simulate("T4") as gpu:
         chain = make().cuda()
@@ -169,7 +169,7 @@ def test_a_layer_without_a_closed_form_is_refused() -> None:
         ("efficient", torch.float32, "A100-40GB"),
     ],
 )
-def test_attention_keeps_what_its_kernel_does(kind: str, dtype: torch.dtype, gpu: str) -> None:
+def test_attention_keeps_the_bytes_of_its_kernel(kind: str, dtype: torch.dtype, gpu: str) -> None:
     with simulate(gpu, torch_version="2.6") as run:
         q, k, v = (
             torch.rand(2, 4, 100, 64, device="cuda", dtype=dtype, requires_grad=True)
@@ -181,6 +181,6 @@ def test_attention_keeps_what_its_kernel_does(kind: str, dtype: torch.dtype, gpu
     del y
 
 
-def test_an_unknown_kernel_of_attention_is_refused() -> None:
+def test_an_unknown_attention_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match="'magic' is not a kernel of attention"):
         attention_bytes(1, 1, 1, 1, 1, torch.float32, "magic")

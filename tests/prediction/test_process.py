@@ -1,4 +1,4 @@
-"""What a process that makes predictions says at its end."""
+"""Error output of a process that makes predictions."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ REASON = "E   ModuleNotFoundError: No module named 'foo'"
         ("=====\n", "", "pytest ended with code 4"),
     ],
 )
-def test_its_last_words_are_the_first_error(stdout: str, stderr: str, words: str) -> None:
+def test_last_words_are_the_first_error(stdout: str, stderr: str, words: str) -> None:
     assert last_words(CompletedProcess([], 4, stdout, stderr)) == words

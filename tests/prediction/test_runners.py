@@ -1,4 +1,4 @@
-"""Which machines a suite needs: hand-worked plans."""
+"""Plans of the machines that a suite needs, worked out by hand."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ T4, L4, H100 = map(parse_runner, ["T4:0.36", "L4:0.72", "H100:3.60"])
 """A hundredth of a cent, two and ten for each second."""
 
 
-def test_what_a_test_can_have_of_a_runner() -> None:
+def test_a_runners_memory_excludes_driver_and_context() -> None:
     # 15,835,660,288 B less 2 % and 600 MiB.
     assert T4.memory == round(15_835_660_288 * 0.98) - 600 * MIB
 
 
-def test_what_has_to_stay_free_is_no_room() -> None:
+def test_memory_that_must_stay_free_is_not_available() -> None:
     # A T4 has 14.75 GiB.
     assert known("a", 13.8).obstacle(T4) == ""
     assert known("a", 14.5).obstacle(T4) == "needs 14.50 GiB"
@@ -35,49 +35,49 @@ def known(name: str, gib: float, seconds: float | None = None, **more: object) -
         name,
         dict.fromkeys(runners, int(gib * GIB)),
         {} if seconds is None else dict.fromkeys(runners, seconds),
-        **more,  # type: ignore[arg-type]  # each by its own type
+        **more,  # type: ignore[arg-type]  # fields of several types
     )
 
 
-def homes(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
+def by_runner(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
     return [(job.runner.name, job.tests) for job in plan.jobs]
 
 
 SUITE = [known("a", 1, 100), known("b", 13, 200), known("c", 16, 50), known("d", 70, 10)]
 
 
-def test_each_test_runs_on_the_cheapest_that_it_fits() -> None:
+def test_each_test_runs_on_the_cheapest_runner_that_it_fits() -> None:
     plan = make_plan(SUITE, [T4, L4, H100])
-    assert homes(plan) == [("T4", ("a", "b")), ("L4", ("c",)), ("H100", ("d",))]
+    assert by_runner(plan) == [("T4", ("a", "b")), ("L4", ("c",)), ("H100", ("d",))]
     assert [plan.fitting(runner) for runner in plan.runners] == [2, 3, 4]
     assert plan.seconds == 300
     # 300 s of 0.0001, 50 of 0.0002 and 10 of 0.001.
     assert plan.cost == pytest.approx(0.03 + 0.01 + 0.01)
 
 
-def test_the_larger_may_be_the_cheaper() -> None:
+def test_a_larger_runner_may_be_the_cheaper_one() -> None:
     plan = make_plan(SUITE, [T4, parse_runner("H100:0.10")])
-    assert homes(plan) == [("H100", ("a", "b", "c", "d"))]
+    assert by_runner(plan) == [("H100", ("a", "b", "c", "d"))]
 
 
-def test_or_the_faster() -> None:
+def test_a_faster_runner_may_be_the_cheaper_one() -> None:
     fast = PlannedTest("a", {"T4": 1, "H100": 1}, {"T4": 100, "H100": 9})
-    assert homes(make_plan([fast], [T4, H100])) == [("H100", ("a",))]
+    assert by_runner(make_plan([fast], [T4, H100])) == [("H100", ("a",))]
 
 
-def test_a_kind_of_machine_that_does_not_pay_its_start_is_left_out() -> None:
+def test_a_runner_whose_start_costs_more_than_it_saves_is_left_out() -> None:
     # c on an L4: 50 + 60 s of 0.0002 are 0.022; on the H100 that runs anyway 50 s of 0.001, 0.05.
-    assert [name for name, _ in homes(make_plan(SUITE, [T4, L4, H100], startup=60))] == [
+    assert [name for name, _ in by_runner(make_plan(SUITE, [T4, L4, H100], startup=60))] == [
         *("T4", "L4", "H100")
     ]
     # With 240 s of start it is 0.058.
-    assert homes(make_plan(SUITE, [T4, L4, H100], startup=240)) == [
+    assert by_runner(make_plan(SUITE, [T4, L4, H100], startup=240)) == [
         ("T4", ("a", "b")),
         ("H100", ("c", "d")),
     ]
 
 
-def test_as_many_machines_as_the_time_takes() -> None:
+def test_a_time_limit_decides_the_number_of_machines() -> None:
     tests = [known(name, 1, 100) for name in "abcde"]
     plan = make_plan(tests, [T4], limit=200)
     assert [job.seconds for job in plan.jobs] == [200, 200, 100]
@@ -89,25 +89,25 @@ def test_as_many_machines_as_the_time_takes() -> None:
     assert not plan.late
 
 
-def test_a_test_that_takes_longer_than_there_is_time_is_named() -> None:
+def test_a_test_that_exceeds_the_time_limit_is_named() -> None:
     plan = make_plan([known("a", 1, 300), known("b", 1, 60), known("c", 1, 60)], [T4], limit=120)
-    assert homes(plan) == [("T4", ("a",)), ("T4", ("b", "c"))]
+    assert by_runner(plan) == [("T4", ("a",)), ("T4", ("b", "c"))]
     assert plan.late == ("a",)
 
 
-def test_tests_of_no_time_are_not_lost() -> None:
+def test_tests_of_zero_duration_are_planned() -> None:
     plan = make_plan([known("a", 1, 0.0), known("b", 1, 0.0)], [T4], limit=60)
-    assert homes(plan) == [("T4", ("a", "b"))]
+    assert by_runner(plan) == [("T4", ("a", "b"))]
 
 
-def test_of_unknown_duration_is_taken_for_average() -> None:
+def test_a_test_of_unknown_duration_counts_with_the_average() -> None:
     plan = make_plan([known("a", 1, 100), known("b", 1, 200), known("c", 1)], [T4])
     assert plan.seconds == 450
 
 
-def test_without_durations_there_is_a_machine_of_each_kind_and_no_cost() -> None:
+def test_a_plan_without_durations_has_no_cost() -> None:
     plan = make_plan([known("a", 1), known("b", 16)], [T4, L4])
-    assert homes(plan) == [("T4", ("a",)), ("L4", ("b",))]
+    assert by_runner(plan) == [("T4", ("a",)), ("L4", ("b",))]
     assert plan.cost is None
     assert plan.seconds is None
     with pytest.raises(PlanError, match="no test's duration is known"):
@@ -117,19 +117,19 @@ def test_without_durations_there_is_a_machine_of_each_kind_and_no_cost() -> None
 def test_a_test_that_fits_nowhere_is_named_and_the_others_planned() -> None:
     plan = make_plan([*SUITE, known("e", 80, 10)], [T4, L4, H100])
     assert [test.nodeid for test in plan.nowhere] == ["e"]
-    assert homes(plan) == homes(make_plan(SUITE, [T4, L4, H100]))
+    assert by_runner(plan) == by_runner(make_plan(SUITE, [T4, L4, H100]))
 
 
-def test_what_a_runner_cannot_do_counts_as_what_it_has_no_room_for() -> None:
+def test_a_test_that_a_runner_refuses_is_planned_elsewhere() -> None:
     fp8 = known("a", 1, 10, refusals={"T4": "fp8 needs compute capability 8.9"})
     plan = make_plan([fp8], [T4, L4])
-    assert homes(plan) == [("L4", ("a",))]
+    assert by_runner(plan) == [("L4", ("a",))]
     assert fp8.obstacle(T4) == "fp8 needs compute capability 8.9"
 
 
-def test_of_which_nobody_knows_anything_runs_where_there_is_most() -> None:
+def test_a_test_without_a_prediction_runs_on_the_largest_runner() -> None:
     plan = make_plan([known("a", 1, 10), PlannedTest("b", problem="it failed")], [T4, H100])
-    assert homes(plan) == [("T4", ("a",)), ("H100", ("b",))]
+    assert by_runner(plan) == [("T4", ("a",)), ("H100", ("b",))]
     assert plan.fitting(H100) == 1
 
 

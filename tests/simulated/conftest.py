@@ -1,4 +1,4 @@
-"""What cannot be simulated fails these tests: skipping them would hide it."""
+"""Operators that cannot be simulated fail these tests: a skip would hide them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 @pytest.fixture
 def no_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody have described a kernel, and what a test describes end with it."""
+    """Begin each test without descriptions of kernels, and drop those that it adds."""
     for name in ("operators", "kernels", "_functions"):
         monkeypatch.setattr(DESCRIPTIONS, name, {})

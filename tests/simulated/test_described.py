@@ -1,4 +1,4 @@
-"""``simulate_operator()``: a library says what its kernels allocate and return."""
+"""``simulate_operator()``: descriptions of what a library's kernels allocate and return."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_temporaries_of_a_description_are_freed_when_they_are_dropped(
         del y
 
 
-def test_an_operator_described_during_a_simulation_runs_from_there_on(
+def test_an_operator_may_be_described_during_a_simulation(
     library: torch.library.Library,
 ) -> None:
     library.define("late(Tensor x) -> Tensor")
@@ -123,7 +123,7 @@ def test_an_operator_described_during_a_simulation_runs_from_there_on(
         assert torch.ops.gpumem_mylib.late(x).is_cuda
 
 
-def test_an_operator_without_shapes_is_refused_with_what_to_write(
+def test_a_refusal_of_an_operator_shows_a_description_to_write(
     library: torch.library.Library,
 ) -> None:
     library.define("fused(Tensor x) -> Tensor")
@@ -158,7 +158,7 @@ def test_an_operator_with_a_fake_implementation_needs_no_description() -> None:
         assert x.grad.is_cuda
 
 
-def test_a_description_beats_the_fake_implementation_and_keeps_autograd() -> None:
+def test_a_description_overrides_the_fake_and_keeps_autograd() -> None:
     @torch.library.custom_op("gpumem_mylib::tripled", mutates_args=())
     def tripled(x: torch.Tensor) -> torch.Tensor:
         return x * 3
@@ -188,7 +188,7 @@ def test_an_overload_may_have_a_description_of_its_own(library: torch.library.Li
         assert torch.ops.gpumem_mylib.mix(x, 7).shape == (7,)
 
 
-def test_outputs_that_do_not_fit_the_operator_are_an_error_in_one_sentence(
+def test_outputs_that_do_not_fit_the_schema_are_one_sentence(
     library: torch.library.Library,
 ) -> None:
     library.define("pair(Tensor x) -> (Tensor, Tensor)")
@@ -244,7 +244,7 @@ def test_functions_with_a_closure_and_methods_are_described_too(mylib: ModuleTyp
         mylib.half(torch.ones(3))
 
 
-def test_a_function_described_during_a_simulation_is_itself_again_afterwards(
+def test_a_function_described_in_a_simulation_is_restored_afterwards(
     mylib: ModuleType,
 ) -> None:
     with simulate("T4"):
@@ -259,7 +259,7 @@ def test_a_function_described_during_a_simulation_is_itself_again_afterwards(
         assert mylib.launch(torch.ones(3, device="cuda")).shape == (7,)
 
 
-def test_what_a_described_kernel_may_have_written_is_unknown(mylib: ModuleType) -> None:
+def test_tensors_that_a_described_kernel_may_write_become_unknown(mylib: ModuleType) -> None:
     simulate_operator("gpumem_mylib.launch")(lambda x: None)
     with simulate("T4"):
         lengths = torch.tensor([3, 4]).cuda()
@@ -297,7 +297,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_a_compiled_function_never_sees_a_simulated_tensor(extension: ModuleType) -> None:
+def test_a_compiled_function_is_not_called_with_simulated_tensors(extension: ModuleType) -> None:
     original = extension.rms_norm
     with simulate("T4"):
         assert extension.rms_norm(torch.ones(1)).item() == 2
@@ -332,13 +332,13 @@ def test_a_compiled_function_is_described_by_its_path(extension: ModuleType) -> 
         ("gpumem_mylib.stream", r"a generator launches no kernel"),
     ],
 )
-def test_wrong_names_are_one_sentence(mylib: ModuleType, kernel: str, text: str) -> None:
+def test_wrong_names_are_refused_in_a_sentence(mylib: ModuleType, kernel: str, text: str) -> None:
     with pytest.raises(ValueError, match=rf"^simulate_operator\(.*\): .*{text}") as caught:
         simulate_operator(kernel)
     assert "\n" not in str(caught.value)
 
 
-def test_only_functions_describe_and_only_kernels_are_described() -> None:
+def test_descriptions_and_kernels_of_wrong_types_are_refused() -> None:
     with pytest.raises(TypeError, match="takes a function that makes the kernel's outputs"):
         simulate_operator("gpumem_mylib::x")(3)  # type: ignore[type-var]  # the mistake
     with pytest.raises(TypeError, match="neither an operator, a function nor a Triton kernel"):
@@ -355,7 +355,7 @@ def test_describing_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_process_is_as_before(mylib: ModuleType) -> None:
+def test_functions_are_restored_after_the_simulation(mylib: ModuleType) -> None:
     code = mylib.launch.__code__
     simulate_operator(mylib.launch)(torch.empty_like)
     with simulate("T4"):

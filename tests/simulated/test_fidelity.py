@@ -1,6 +1,6 @@
-"""Programs against their recorded traces, and measured numbers: a rule that breaks one fails here.
+"""Regression tests against recorded traces of programs and measured numbers.
 
-The recordings lie outside this repository: $GPUMEM_GROUNDTRUTH names their folder. The whole
+The recordings are outside this repository: $GPUMEM_GROUNDTRUTH names their folder. The whole
 comparison is ``benchmarks/fidelity.py``; here is the part of it that takes seconds.
 """
 
@@ -64,7 +64,7 @@ def test_every_event_and_both_peaks_equal_the_recording(
     assert found.simulated_peaks == found.recorded_peaks
 
 
-def test_autocast_frees_its_casts_in_another_order_and_nothing_else_differs(
+def test_autocast_differs_from_the_recording_in_order_alone(
     recordings: ModuleType,
 ) -> None:
     found = recordings.compare(recordings.TRACES["einsum-forward-200-bf16"])

@@ -1,4 +1,4 @@
-"""Python's garbage collector frees tensors wherever it runs, also inside the allocator."""
+"""Python's garbage collector may free tensors anywhere, also inside the allocator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gpu() -> Iterator[Any]:
 
 @pytest.fixture
 def collecting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """From now on the allocator cannot make a block without garbage being collected."""
+    """Return a function: from its call on, the allocator collects garbage with each new block."""
 
     def make() -> Block:
         gc.collect()
@@ -47,7 +47,7 @@ def garbage(nbytes: int = BLOCK) -> int:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_neighbour_dies_while_a_block_is_split(gpu: Any, collecting: Any) -> None:
+def test_a_neighbouring_block_may_be_freed_during_a_split(gpu: Any, collecting: Any) -> None:
     dead = garbage()
     collecting()
     made = torch.empty(BLOCK, dtype=torch.uint8, device="cuda")
@@ -67,7 +67,7 @@ def test_a_neighbour_dies_while_a_block_is_split(gpu: Any, collecting: Any) -> N
     assert torch.cuda.memory_reserved() == 0
 
 
-def test_garbage_is_freed_although_the_allocation_fails(gpu: Any, collecting: Any) -> None:
+def test_garbage_is_freed_even_if_the_allocation_fails(gpu: Any, collecting: Any) -> None:
     garbage()
     collecting()
     with pytest.raises(torch.OutOfMemoryError):

@@ -52,7 +52,7 @@ def test_generation_runs_to_its_maximum_length(
         assert GENERATION in gpu.notes
 
 
-def test_real_tokens_end_it_where_they_do() -> None:
+def test_real_tokens_end_the_generation() -> None:
     peaks = []
     for real_values in (False, True):
         with simulate("A100-40GB", real_values=real_values) as gpu:
@@ -62,7 +62,7 @@ def test_real_tokens_end_it_where_they_do() -> None:
             peaks.append(gpu.peak_allocated)
             if real_values:
                 assert GENERATION not in gpu.notes
-                # Whatever greedy decoding chose first ends the second run at once.
+                # The first token of greedy decoding becomes the end: the second run has one.
                 model.generation_config.eos_token_id = int(out[0, 4])
                 assert model.generate(tokens, max_new_tokens=6).shape == (1, 5)
     assert out.shape[1] <= 10

@@ -1,4 +1,4 @@
-"""Liger's Triton kernels against what Liger measured of them, with the release that is installed.
+"""Liger's Triton kernels, in the installed release, against Liger's own measurements.
 
 The measurements lie outside this repository: $GPUMEM_GROUNDTRUTH names their folder. All releases
 are run by ``benchmarks/triton_operators.py``, here in a process of its own: it imports Liger

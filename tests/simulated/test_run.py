@@ -1,4 +1,4 @@
-"""``simulate()``: what one run says of itself."""
+"""``simulate()``: the numbers, phases and notes of one run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_linear_layer_phase_by_phase() -> None:
     assert gpu.model.name == "T4"
 
 
-def test_peaks_are_the_runs_whatever_the_code_resets() -> None:
+def test_peaks_of_the_run_are_independent_of_resets_by_the_code() -> None:
     with simulate("T4") as gpu:
         x = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
         del x
@@ -50,7 +50,7 @@ def test_peaks_are_the_runs_whatever_the_code_resets() -> None:
         assert torch.cuda.max_memory_allocated() == 4 * MIB
         torch.cuda.reset_peak_memory_stats()
         assert torch.cuda.max_memory_allocated() == 0
-        # ... nor what the code resets to the run.
+        # ... nor are the code's resets visible to the run.
         assert gpu.peak_allocated == 4 * MIB
         assert gpu.peak_reserved == 22 * MIB
     assert gpu.phases["later"].peak_allocated == 1024
@@ -121,13 +121,13 @@ def test_a_runs_snapshot_replays_to_the_last_address() -> None:
     assert (result.peak_allocated, result.peak_reserved) == (gpu.peak_allocated, gpu.peak_reserved)
 
 
-def test_the_package_names_what_it_offers() -> None:
+def test_all_names_of_the_package_exist() -> None:
     assert set(pytest_gpumem.__all__) >= {"simulate"}
     for name in pytest_gpumem.__all__:
         assert getattr(pytest_gpumem, name) is not None
 
 
-def test_a_simulation_that_is_made_within_another_replaces_what_is_torchs_own() -> None:
+def test_a_nested_simulation_patches_torch_itself() -> None:
     with simulate("T4"):
         with simulate("T4", real_values=True):
             state = torch.cuda.get_rng_state()

@@ -1,4 +1,4 @@
-"""A run's snapshot replayed with other settings, against a run that had them."""
+"""A run's snapshot replayed with other settings, against a run with these settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(gpu: str = "A100-40GB", alloc_conf: str = "", width: int = 1500) -> Simu
         "garbage_collection_threshold:0.5",
     ],
 )
-def test_other_settings_answer_as_a_run_that_has_them(conf: str) -> None:
+def test_a_replay_with_other_settings_equals_a_run_with_them(conf: str) -> None:
     default, other = run(), run(alloc_conf=conf)
 
     result = replay(default.snapshot(), conf)
@@ -61,7 +61,7 @@ def test_a_smaller_gpu_fails_where_a_run_on_it_does() -> None:
     shortage = replay(recorded.snapshot(), gpu="RTX-4060").out_of_memory
 
     assert shortage is not None
-    # The event's address is what the device had left, its size was rounded.
+    # The event's address is the device's free memory, its size was rounded.
     assert shortage.free == failed.addr
     assert -(-shortage.requested // 512) * 512 == failed.size
     event = recorded.trace[shortage.event]

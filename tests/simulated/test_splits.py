@@ -1,4 +1,4 @@
-"""Free parts of segments that follow from events are those that the allocator counts."""
+"""Inactive splits derived from events equal those that the allocator counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("conf", ["", "max_split_size_mb:21", "expandable_segments:True"])
 @pytest.mark.parametrize("seed", range(3))
-def test_after_every_event_they_are_what_the_allocator_says(seed: int, conf: str) -> None:
+def test_derived_splits_equal_the_allocators_after_every_event(seed: int, conf: str) -> None:
     draw = random.Random(seed)
     live: list[torch.Tensor] = []
     with simulate("T4", alloc_conf=conf) as gpu:
@@ -41,7 +41,7 @@ def test_after_every_event_they_are_what_the_allocator_says(seed: int, conf: str
         live.clear()
 
 
-def test_they_can_be_followed_from_any_moment() -> None:
+def test_splits_can_be_derived_from_any_event_on() -> None:
     allocator = Allocator(1 << 34)
     first = allocator.malloc(3 * MIB)
     begin = allocator.trace.position
@@ -52,7 +52,7 @@ def test_they_can_be_followed_from_any_moment() -> None:
     assert list(splits.after(allocator.trace.raw(begin))) == [12 * MIB, 15 * MIB]
 
 
-def test_what_does_not_agree_with_the_allocator_is_not_told() -> None:
+def test_splits_that_contradict_the_allocator_are_not_reported() -> None:
     with simulate("T4") as gpu:
         kept = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
         recorder = SimulatedRecorder(gpu._gpu.simulation)

@@ -1,4 +1,4 @@
-"""A kernel without a description is refused: the sentence names its call and the dry device."""
+"""Refusals of kernels without a description, which name the call and the dry device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape or (2, 3), dtype=dtype, device="cuda")
 
 
-def test_an_operator_is_named_with_what_would_describe_it(library: torch.library.Library) -> None:
+def test_a_refused_operator_is_named_with_a_description(library: torch.library.Library) -> None:
     library.define("fused(Tensor x, *, float eps=1e-6) -> Tensor")
     with simulate("T4"):
         error = refusal(lambda: ops.fused(x(), eps=1e-5))
@@ -96,7 +96,7 @@ def test_a_refusal_can_be_pickled(library: torch.library.Library) -> None:
     assert (str(copied), copied.kernel) == (str(error), error.kernel)
 
 
-def test_memory_that_is_handed_over_has_a_sentence_of_its_own() -> None:
+def test_handing_memory_to_other_code_has_its_own_error() -> None:
     with simulate("T4"), pytest.raises(UnsupportedOperatorError, match="hands over") as caught:
         _ = x().__cuda_array_interface__
     assert not isinstance(caught.value, UndescribedKernelError)
@@ -130,7 +130,7 @@ def test_a_compiled_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # Extensions that are compiled while a test runs.
 
 
-def test_an_extension_that_cannot_be_compiled_is_described_by_its_functions() -> None:
+def test_a_jit_extension_is_described_by_its_functions() -> None:
     def build() -> Any:
         return cpp_extension.load(name="gpumem_jit", sources=["kernel.cu"])
 
@@ -153,7 +153,7 @@ def test_an_extension_that_cannot_be_compiled_is_described_by_its_functions() ->
             built.forward(torch.ones(3), 2)
 
 
-def test_sources_in_strings_are_refused_by_their_own_loader() -> None:
+def test_load_inline_is_refused_by_its_own_name() -> None:
     with simulate("T4"):
         error = refusal(
             lambda: cpp_extension.load_inline(
@@ -168,7 +168,7 @@ def test_cuda_extension_names_the_line() -> None:
         cpp_extension.CUDAExtension("gpumem_ext", ["kernel.cu"])
 
 
-def test_what_was_compiled_for_the_cpu_never_sees_a_simulated_tensor(
+def test_a_cpu_extension_is_not_called_with_simulated_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, compiling = ModuleType("gpumem_cpu"), cast(Any, cpp_extension)
@@ -193,7 +193,7 @@ def test_what_was_compiled_for_the_cpu_never_sees_a_simulated_tensor(
         refusal(lambda: made.forward(x()))
 
 
-def test_a_test_that_imports_the_loader_is_refused_too() -> None:
+def test_a_loader_imported_in_the_simulation_is_refused_too() -> None:
     code = (
         "import sys\n"
         "from pytest_gpumem import simulate\n"

@@ -1,4 +1,4 @@
-"""Fixtures of every scope; what is in them is used by several modules."""
+"""Fixtures of every scope, used by several modules."""
 
 import pytest
 import torch

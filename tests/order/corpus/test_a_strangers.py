@@ -1,4 +1,4 @@
-"""Tests that are not measured, or leave something behind, before all others."""
+"""Tests that run before all others: they are not measured, or leave objects behind."""
 
 import decimal
 import json

@@ -1,4 +1,4 @@
-"""What is allocated depends on random numbers of torch, which no test seeds."""
+"""Modules whose allocations depend on random numbers of torch, which no test seeds."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.gpumem
 
 
 class Experts(nn.Module):
-    """Sends each token to the two experts that its router prefers."""
+    """A mixture of experts: each token goes to the two that its router prefers."""
 
     def __init__(self):
         super().__init__()

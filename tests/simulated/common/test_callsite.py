@@ -25,10 +25,10 @@ def _recurrent() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("run", "schema"), [(_convolution, "aten::convolution"), (_recurrent, "aten::_cudnn_rnn")]
 )
-def test_room_for_a_result_is_of_the_operator_that_is_run_in_parts(
+def test_a_composite_operators_result_is_attributed_to_the_operator(
     run: Callable[[], torch.Tensor], schema: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its parts make the room by ``empty``, which says nothing to who reads it."""
+    """Its parts allocate the result by ``empty``, a name that tells a user nothing."""
     made: list[callsite.Provenance] = []
     begin = callsite.Provenance.__init__
 

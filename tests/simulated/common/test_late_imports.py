@@ -1,4 +1,4 @@
-"""Modules first imported during a simulation: alone, or only when they are needed."""
+"""Modules first imported during a simulation: unpatched, or only when they are needed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def slow_kept_out() -> Iterator[StandIn]:
 
 
 @pytest.mark.usefixtures("project")
-def test_who_gets_an_answer_imports_nothing() -> None:
+def test_an_answer_of_the_stand_in_imports_nothing() -> None:
     with slow_kept_out() as stand_in:
         assert ask_for_size() == "answered"
         assert sys.modules["slow"] is stand_in
@@ -86,7 +86,7 @@ def test_who_gets_an_answer_imports_nothing() -> None:
     "statement",
     ["import slow; slow.size", "from slow import size", "from slow import *", "import slow.other"],
 )
-def test_who_needs_more_gets_the_real_module_imported_alone(statement: str) -> None:
+def test_other_uses_import_the_real_module_unpatched(statement: str) -> None:
     with slow_kept_out() as stand_in:
         exec(statement, {})
         real = sys.modules["slow"]
@@ -98,7 +98,7 @@ def test_who_needs_more_gets_the_real_module_imported_alone(statement: str) -> N
 
 
 @pytest.mark.usefixtures("project")
-def test_a_part_may_see_what_is_replaced() -> None:
+def test_an_excepted_submodule_is_imported_with_the_patches() -> None:
     stand_in = StandIn("slow", lambda name, asking: None, unpatched)
     with stand_in.in_place(), imported_unpatched("slow", unpatched, but=("slow.other",)):
         other: Any = importlib.import_module("slow.other")
@@ -107,7 +107,7 @@ def test_a_part_may_see_what_is_replaced() -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_a_submodule_that_comes_with_its_package_runs_once() -> None:
+def test_a_submodule_imported_by_its_package_runs_once() -> None:
     with slow_kept_out():
         part = importlib.import_module("slow.part")
         assert part is sys.modules["slow"].slow.part
@@ -116,8 +116,8 @@ def test_a_submodule_that_comes_with_its_package_runs_once() -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_a_submodule_may_take_no_attributes() -> None:
-    # As modules of settings do, such as torch._dynamo.config.
+def test_a_submodule_may_refuse_new_attributes() -> None:
+    # Modules of settings do, such as torch._dynamo.config.
     with slow_kept_out():
         strict = importlib.import_module("slow.strict")
     assert strict.__spec__ is not None
@@ -125,7 +125,7 @@ def test_a_submodule_may_take_no_attributes() -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_a_module_imported_alone_has_its_own_loader() -> None:
+def test_a_module_imported_unpatched_has_its_own_loader() -> None:
     with slow_kept_out():
         other: Any = importlib.import_module("slow.other")
     assert other.state is False
@@ -134,8 +134,8 @@ def test_a_module_imported_alone_has_its_own_loader() -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_nothing_is_collected_meanwhile() -> None:
-    """Garbage may start threads as it goes, which wait for the import that waits for them."""
+def test_the_garbage_collector_is_off_during_the_import() -> None:
+    """A finalizer may start a thread that waits for the import, which would wait for the thread."""
     with slow_kept_out():
         collected: Any = importlib.import_module("slow.collected")
     assert collected.state is False
@@ -143,7 +143,7 @@ def test_nothing_is_collected_meanwhile() -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_what_is_set_and_deleted_is_the_real_modules() -> None:
+def test_attributes_are_set_and_deleted_on_the_real_module() -> None:
     with slow_kept_out() as stand_in:
         stand_in.size = 5
         assert sys.modules["slow"].size == 5
@@ -153,7 +153,7 @@ def test_what_is_set_and_deleted_is_the_real_modules() -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_looking_through_all_modules_imports_nothing() -> None:
+def test_dunder_attributes_and_find_spec_import_nothing() -> None:
     with slow_kept_out() as stand_in:
         for name in ("__file__", "__name__", "__spec__", "__warningregistry__"):
             hasattr(sys.modules["slow"], name)
@@ -161,7 +161,7 @@ def test_looking_through_all_modules_imports_nothing() -> None:
         assert sys.modules["slow"] is stand_in
 
 
-def test_an_import_that_fails_may_be_tried_again(tmp_path: Path, project: Any) -> None:
+def test_a_failed_import_may_be_repeated(tmp_path: Path, project: Any) -> None:
     (tmp_path / "slow" / "__init__.py").write_text("import settings\nsize = 1 / settings.divisor")
     project.divisor = 0
     with slow_kept_out() as stand_in:
@@ -173,7 +173,7 @@ def test_an_import_that_fails_may_be_tried_again(tmp_path: Path, project: Any) -
 
 
 @pytest.mark.usefixtures("project")
-def test_a_submodule_that_is_not_there_is_missed_as_usual() -> None:
+def test_a_missing_submodule_raises_module_not_found_error() -> None:
     with slow_kept_out():
         assert find_spec("slow.absent") is None
         with pytest.raises(ModuleNotFoundError, match=r"No module named 'slow.absent'"):

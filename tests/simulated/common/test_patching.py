@@ -1,4 +1,4 @@
-"""Replacements that are put back for a while, where others have replaced the same."""
+"""Patches that are undone for a while, where other code has patched the same names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def patches(owner: SimpleNamespace) -> Patches:
     return made
 
 
-def test_a_pause_puts_everything_back(owner: SimpleNamespace, patches: Patches) -> None:
+def test_a_pause_restores_all_names(owner: SimpleNamespace, patches: Patches) -> None:
     applied = [patches.are_applied]
     with patches.paused():
         assert vars(owner) == {"name": "torch's"}
@@ -36,7 +36,7 @@ def test_a_pause_puts_everything_back(owner: SimpleNamespace, patches: Patches) 
     assert vars(owner) == {"name": "torch's"}
 
 
-def test_a_pause_leaves_what_the_user_has_replaced_since(
+def test_a_pause_keeps_names_that_the_user_has_replaced_since(
     owner: SimpleNamespace, patches: Patches
 ) -> None:
     owner.name = "the user's"
@@ -45,7 +45,7 @@ def test_a_pause_leaves_what_the_user_has_replaced_since(
     assert vars(owner) == {"name": "the user's", "new": "ours"}
 
 
-def test_what_is_set_in_a_pause_comes_back(owner: SimpleNamespace, patches: Patches) -> None:
+def test_undo_restores_a_name_set_during_a_pause(owner: SimpleNamespace, patches: Patches) -> None:
     with patches.paused():
         owner.name = "torch's compiler's"
     assert owner.name == "ours"

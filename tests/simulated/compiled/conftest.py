@@ -1,4 +1,4 @@
-"""Compiled code: its wrappers are kept in folders of each module's own."""
+"""Compiled code: each test module has its own cache folder of wrappers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backends of ``torch.compile`` beside Inductor's: what they make runs operator by operator."""
+"""Other backends of ``torch.compile`` than Inductor: their graphs run operator by operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
-    """``torch.compile``, which gives up its types."""
+    """Return ``torch.compile`` of a function, untyped."""
     result: Callable[..., Any] = torch.compile(function, backend=backend)
     return result
 
@@ -29,7 +29,7 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 
 
 def held_for_backward(backend: Any) -> int:
-    """MiB held between forward and backward of :func:`gated`, of whose input 1 MiB is."""
+    """Return the MiB held between forward and backward of :func:`gated`; its input is 1 MiB."""
     with simulate("A100-40GB", compile="always") as gpu:
         run = compiled(gated, backend=backend)
         x = torch.ones(256, 1024, device="cuda", requires_grad=True)
@@ -48,7 +48,7 @@ def forward(graph: GraphModule, inputs: Any) -> Any:
 
 
 def with_all_saved() -> Any:
-    """Default partition: what forward computes and backward uses is kept."""
+    """Partition as by default: every result of forward that backward uses is saved."""
     from torch._dynamo.backends.common import aot_autograd
 
     return aot_autograd(fw_compiler=forward)
@@ -71,7 +71,7 @@ def of_the_graph() -> Any:
         # x, sigmoid, tanh, cos, their first product and y
         (of_the_graph, 6),
         (with_all_saved, 6),
-        # x, sigmoid, tanh and y: to compute cos and the product again reads but these
+        # x, sigmoid, tanh and y, from which cos and the product are recomputed
         (cut, 4),
         (lambda: "aot_eager", 4),
         # x and y, as Inductor does
@@ -82,7 +82,7 @@ def test_a_backend_decides_what_is_saved_for_backward(make: Callable[[], Any], h
     assert held_for_backward(make()) == held
 
 
-def test_a_graph_of_aot_autograd_takes_each_result_in_its_turn() -> None:
+def test_a_graph_of_aot_eager_allocates_each_result_in_order() -> None:
     with simulate("A100-40GB", compile="always") as gpu:
         run = compiled(lambda x: x.sin().cos(), backend="aot_eager")
         x = torch.ones(256, 1024, device="cuda")
@@ -94,13 +94,13 @@ def test_a_graph_of_aot_autograd_takes_each_result_in_its_turn() -> None:
         assert [event.size for event in events] == [MIB] * 4
 
 
-def test_values_are_computed_where_a_backend_computes_them() -> None:
+def test_a_graph_of_aot_eager_computes_values() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         run = compiled(lambda x: x + 1, backend="aot_eager")
         assert run(torch.ones(3, device="cuda")).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_backend_sees_the_gpu() -> None:
+def test_a_custom_backend_sees_cuda_tensors() -> None:
     seen: list[Any] = []
 
     def backend(graph: GraphModule, inputs: Any) -> Any:
@@ -119,8 +119,8 @@ def test_a_backend_sees_the_gpu() -> None:
     assert seen == [torch.device("cuda:0")] * 2
 
 
-def test_aot_autograd_by_itself_cuts_a_graph_of_fake_tensors() -> None:
-    """Of :func:`gated` forward saves as under ``torch.compile``, and nothing takes memory."""
+def test_aot_function_partitions_a_graph_of_fake_tensors() -> None:
+    """:func:`gated` saves as under ``torch.compile``, and fake tensors take no memory."""
     from torch._functorch.aot_autograd import aot_function
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -143,7 +143,7 @@ def test_aot_autograd_by_itself_cuts_a_graph_of_fake_tensors() -> None:
     assert yields == [4, 1]
 
 
-def test_a_backend_that_ends_in_inductor_gets_its_wrapper() -> None:
+def test_a_backend_that_calls_inductor_runs_its_wrapper() -> None:
     def backend(graph: GraphModule, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
@@ -156,7 +156,7 @@ def failing(graph: GraphModule, inputs: Any) -> Any:
     raise ValueError("no such target")
 
 
-def test_what_a_backend_cannot_compile_runs_eagerly_and_says_why() -> None:
+def test_a_backend_that_fails_runs_eagerly_with_a_note() -> None:
     run = compiled(torch.sin, backend=failing)
     with simulate("A100-40GB") as gpu:
         assert run(torch.ones(3, device="cuda")).is_cuda
@@ -164,7 +164,7 @@ def test_what_a_backend_cannot_compile_runs_eagerly_and_says_why() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
-def test_operators_of_the_cudagraphs_backend_use_a_pool_of_their_own() -> None:
+def test_the_cudagraphs_backend_allocates_from_a_private_pool() -> None:
     with simulate("A100-40GB", compile="always"):
         run = compiled(lambda x: x.sin().sum(), backend="cudagraphs")
         x = torch.ones(256, 1024, device="cuda")
@@ -175,8 +175,8 @@ def test_operators_of_the_cudagraphs_backend_use_a_pool_of_their_own() -> None:
         assert len(pools) > 1
 
 
-def test_costs_that_would_be_measured_are_counted_in_flops() -> None:
-    """Of three products of 1 MiB each, half of what is saved otherwise may be kept."""
+def test_measured_costs_of_the_partitioner_become_flops() -> None:
+    """An activation budget of one half, with three products of 1 MiB each."""
     from torch._functorch import config
 
     def products(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:

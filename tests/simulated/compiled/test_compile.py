@@ -1,4 +1,4 @@
-"""Code under ``torch.compile``: what Inductor's wrapper allocates on a simulated GPU."""
+"""Code under ``torch.compile``: allocations of Inductor's wrapper on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = [
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``torch.compile``, which gives up its types."""
+    """Return ``torch.compile`` of a function, untyped."""
     result: Callable[..., Any] = torch.compile(function, **options)
     return result
 
 
 def allocated(gpu: Any, since: int) -> list[int]:
-    """The sizes of what was allocated after so many events."""
+    """Return the sizes of the allocations since event ``since``."""
     return [event.size for event in gpu.trace[since:] if event.action == "alloc"]
 
 
@@ -49,8 +49,8 @@ def test_a_chain_of_elementwise_operators_takes_one_buffer() -> None:
         assert gpu.notes == ()
 
 
-def test_the_partitioner_decides_what_is_saved_for_backward() -> None:
-    """Of three gates only the input is kept: the rest is computed again, in one kernel."""
+def test_the_partitioner_decides_which_tensors_are_saved() -> None:
+    """Of three gates only the input is saved: one kernel recomputes the rest."""
 
     def gated(x: torch.Tensor) -> torch.Tensor:
         return x.sigmoid() * x.tanh() * x.cos()
@@ -80,7 +80,7 @@ def test_autocast_casts_within_the_graph() -> None:
         assert sorted(allocated(gpu, before))[:3] == [MIB, MIB, 2 * MIB]
 
 
-def test_a_norm_by_root_mean_squares_keeps_its_input_and_a_number_for_each_row() -> None:
+def test_rms_norm_saves_its_input_and_one_number_per_row() -> None:
     with simulate("A100-40GB", compile="always") as gpu:
         norm = nn.RMSNorm(1024).cuda()
         x = torch.ones(256, 1024, device="cuda", requires_grad=True)
@@ -90,12 +90,12 @@ def test_a_norm_by_root_mean_squares_keeps_its_input_and_a_number_for_each_row()
         assert allocated(gpu, before) == [256 * 4, MIB]
         held = torch.cuda.memory_allocated()
         y.backward(torch.ones_like(y))
-        # Gradients of the input and of the weight come, what was kept for them goes.
+        # Gradients of the input and of the weight are allocated, the saved tensors freed.
         assert torch.cuda.memory_allocated() - held == MIB + 1024 * 4 - 256 * 4
 
 
 def test_a_fused_cell_without_shapes_breaks_the_graph() -> None:
-    """``_thnn_fused_gru_cell``: its gates, its workspace of five and its state are as eager."""
+    """``_thnn_fused_gru_cell`` allocates gates, a workspace of five and its state as eager."""
     taken = {}
     for how in ("always", "eager"):
         with simulate("A100-40GB", compile=how) as gpu:
@@ -107,7 +107,7 @@ def test_a_fused_cell_without_shapes_breaks_the_graph() -> None:
     assert taken["always"] == taken["eager"]
 
 
-def test_what_breaks_the_graph_runs_eagerly_between_its_parts() -> None:
+def test_a_graph_break_runs_eagerly_between_two_graphs() -> None:
     seen: list[torch.device] = []
 
     def broken(x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_what_breaks_the_graph_runs_eagerly_between_its_parts() -> None:
     assert seen == [torch.device("cuda:0")]
 
 
-def test_torchs_functions_are_known_also_where_they_were_looked_up_while_replaced() -> None:
+def test_functions_imported_while_patched_are_still_traced() -> None:
     with simulate("A100-40GB", compile="always"):
         compiled(torch.sin)(torch.ones(4, device="cuda"))
     torch._dynamo.trace_rules.clear_lru_cache()  # as init_process_group does
@@ -134,7 +134,7 @@ def test_torchs_functions_are_known_also_where_they_were_looked_up_while_replace
 
 
 @pytest.mark.parametrize("rows", [16, 48])
-def test_another_size_is_compiled_for_sizes_that_vary(rows: int) -> None:
+def test_a_second_size_is_compiled_with_dynamic_shapes(rows: int) -> None:
     with simulate("A100-40GB", compile="always") as gpu:
         double = compiled(lambda x: x.sin() * 2)
         double(torch.ones(32, 1024, device="cuda"))
@@ -144,8 +144,8 @@ def test_another_size_is_compiled_for_sizes_that_vary(rows: int) -> None:
         assert allocated(gpu, before) == [rows * 1024 * 4]
 
 
-def test_numbers_that_vary_are_traced_again_where_the_compiler_asks_for_it() -> None:
-    """It learns late that a rate of dropout is a constant, and tells Dynamo by an exception."""
+def test_a_float_input_that_must_be_constant_restarts_tracing() -> None:
+    """Inductor specialises the dropout rate late, by an exception that restarts Dynamo's trace."""
     with simulate("A100-40GB", compile="always") as gpu:
         torch._dynamo.reset()
         net = nn.Sequential(nn.Linear(256, 256), nn.Dropout(0.1)).cuda()
@@ -156,7 +156,7 @@ def test_numbers_that_vary_are_traced_again_where_the_compiler_asks_for_it() -> 
 
 
 class Scaled(nn.Module):
-    """Has a number that is not constant."""
+    """A module with a float attribute that a dynamic graph treats as an input."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Scaled(nn.Module):
         return nn.functional.dropout(result, self.rate)
 
 
-def test_a_function_that_was_compiled_before_is_followed_in_each_simulation() -> None:
+def test_a_compiled_function_is_compiled_in_each_simulation() -> None:
     chain = compiled(lambda x: x.sin().cos())
     for model in ("A100-40GB", "T4"):
         with simulate(model, compile="always") as gpu:
@@ -177,8 +177,8 @@ def test_a_function_that_was_compiled_before_is_followed_in_each_simulation() ->
             assert allocated(gpu, before) == [MIB]
 
 
-def test_each_model_decides_by_its_own_multiprocessors() -> None:
-    """A sum of few long rows is split over what the GPU has, so its partial sums differ."""
+def test_reductions_are_split_by_the_models_multiprocessors() -> None:
+    """A sum of few long rows is split over the multiprocessors, so its partial sums differ."""
     partial: dict[str, list[int]] = {}
     for model in ("A100-40GB", "T4", "A100-40GB"):
         with simulate(model, compile="always") as gpu:
@@ -190,12 +190,12 @@ def test_each_model_decides_by_its_own_multiprocessors() -> None:
     assert partial["A100-40GB"] != partial["T4"]
 
 
-def test_what_concerns_the_cpu_alone_is_computed() -> None:
+def test_compiled_code_on_the_cpu_computes() -> None:
     with simulate("A100-40GB", compile="always"):
         assert compiled(lambda x: x + 1)(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_what_compiled_code_writes_to_is_known_no_longer() -> None:
+def test_tensors_that_compiled_code_writes_become_unknown() -> None:
     with simulate("A100-40GB", compile="always"):
         count = torch.zeros(3, device="cuda")
         assert count.tolist() == [0.0, 0.0, 0.0]
@@ -204,7 +204,7 @@ def test_what_compiled_code_writes_to_is_known_no_longer() -> None:
             count.tolist()
 
 
-def test_flex_attention_makes_no_matrix_of_scores() -> None:
+def test_compiled_flex_attention_allocates_no_score_matrix() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     with simulate("A100-40GB", compile="always") as gpu:
@@ -217,7 +217,7 @@ def test_flex_attention_makes_no_matrix_of_scores() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
-def test_cuda_graphs_keep_what_they_use_in_a_pool_of_their_own() -> None:
+def test_cuda_graphs_keep_their_memory_in_a_private_pool() -> None:
     with simulate("A100-40GB", compile="always"):
         chain = compiled(lambda x: x.sin().sum(), mode="reduce-overhead")
         x = torch.ones(256, 1024, device="cuda")
@@ -245,7 +245,7 @@ def test_a_compiled_optimizer_makes_its_state_on_the_gpu() -> None:
         assert optimizer.param_groups[0]["capturable"] is up_to_2_13
 
 
-def test_a_compiled_optimizer_has_its_counts_of_steps_on_the_gpu() -> None:
+def test_a_compiled_optimizer_keeps_step_counts_on_the_gpu() -> None:
     """Dynamo moves them there where it finds them: one block of 512 bytes for each parameter."""
     with simulate("A100-40GB", compile="always") as gpu:
         layer = nn.Linear(16, 16).cuda()
@@ -262,13 +262,13 @@ def test_a_compiled_optimizer_has_its_counts_of_steps_on_the_gpu() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
-def test_cuda_graphs_keep_their_last_result_and_what_its_gradient_leads_to() -> None:
+def test_cuda_graphs_keep_their_last_result_and_its_graph() -> None:
     """The next run returns the same tensor (torch/_inductor/cudagraph_trees.py): it is kept."""
     with simulate("A100-40GB", compile="always"):
         chain = compiled(lambda x: x.sin().cos(), mode="reduce-overhead")
         x = torch.ones(256, 1024, device="cuda", requires_grad=True)  # 1 MiB
         for _ in range(3):
-            x.grad = None  # the next run overwrites what the graph of backward has made
+            x.grad = None  # the next run overwrites the results of backward's graph
             torch.compiler.cudagraph_mark_step_begin()
             y = chain(x)
             y.sum().backward()
@@ -292,8 +292,8 @@ def test_a_number_on_the_cpu_is_copied_from_pinned_memory() -> None:
         assert gpu.notes == ()
 
 
-def test_what_is_written_is_what_a_gpu_gets() -> None:
-    """Tests of users look into it."""
+def test_the_generated_code_is_that_for_a_gpu() -> None:
+    """Tests of users compare the generated code."""
     from torch._inductor.utils import run_and_get_code
 
     with simulate("A100-40GB", compile="always"):
@@ -302,10 +302,10 @@ def test_what_is_written_is_what_a_gpu_gets() -> None:
     assert "buf0 = empty_strided_cuda((256, 1024), (1024, 1), torch.float32)\n" in code
 
 
-# What is not followed.
+# Code that is not compiled.
 
 
-def test_it_can_be_left_out() -> None:
+def test_compile_eager_compiles_nothing() -> None:
     with simulate("A100-40GB", compile="eager") as gpu:
         x = torch.ones(256, 1024, device="cuda")
         before = len(gpu.trace)
@@ -318,7 +318,7 @@ def test_it_can_be_left_out() -> None:
     )
 
 
-def test_an_unknown_way_is_refused() -> None:
+def test_an_unknown_value_of_compile_is_refused() -> None:
     sentence = "compile='never': write one of 'auto', 'always', 'eager'"
     with pytest.raises(ValueError, match=sentence), simulate("A100-40GB", compile="never"):
         pass
@@ -339,7 +339,7 @@ def broken_lowering(*_: Any, **__: Any) -> Any:
     raise ValueError("no such kernel")
 
 
-def test_what_inductor_cannot_do_runs_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inductor_failure_runs_eagerly_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import compile_fx
 
     monkeypatch.setattr(compile_fx, "_compile_fx_inner", broken_lowering)
@@ -352,7 +352,7 @@ def test_what_inductor_cannot_do_runs_eagerly_and_says_why(monkeypatch: pytest.M
     assert gpu.notes[0].endswith("compiled code may allocate less: no such kernel")
 
 
-def test_what_inductor_cannot_do_is_refused_where_all_is_to_be_followed(
+def test_an_inductor_failure_is_an_error_with_compile_always(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch._inductor import compile_fx
@@ -371,8 +371,8 @@ def convolution(format: torch.memory_format) -> nn.Module:
 
 
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
-def test_convolutions_of_other_sizes_than_before(format: torch.memory_format) -> None:
-    """The sizes become symbols, and what is written still has the format of its operands."""
+def test_convolutions_are_compiled_with_dynamic_batch_sizes(format: torch.memory_format) -> None:
+    """The sizes become symbols, and the result keeps the memory format of the operands."""
     with simulate("A100-40GB", compile="always") as gpu:
         convolve = compiled(convolution(format))
         for batch in (4, 6, 8):
@@ -384,10 +384,10 @@ def test_convolutions_of_other_sizes_than_before(format: torch.memory_format) ->
             y.sum().backward()
 
 
-def test_modules_of_users_are_followed_where_phases_are_measured(
+def test_users_modules_are_compiled_where_phases_are_measured(
     project: Project,
 ) -> None:
-    """What finds the phase ``forward`` stands around ``Module.__call__``, that Dynamo starts from.
+    """The hook of phase ``forward`` wraps ``Module.__call__``, from which Dynamo starts.
 
     Input and result are 4 MiB each, and fused there is nothing between them.
     """
@@ -410,10 +410,8 @@ def test_modules_of_users_are_followed_where_phases_are_measured(
     ("gpu", "rows", "padded"),
     [("A100-40GB", 16, False), ("A100-40GB", 2048, True), ("L4", 16, False), ("L4", 2048, True)],
 )
-def test_a_product_that_does_not_wait_for_memory_gets_padded_rows(
-    gpu: str, rows: int, padded: bool
-) -> None:
-    """7 columns are missing to rows of 16 bytes: the weight is copied with 50,264 of them."""
+def test_a_compute_bound_product_gets_padded_rows(gpu: str, rows: int, padded: bool) -> None:
+    """Rows of 50,257 columns are not aligned to 16 bytes: a copy of the weight has 50,264."""
     with simulate(gpu, compile="always") as simulated, torch.no_grad():
         layer: Any = nn.Linear(768, 50257, bias=False, device="cuda", dtype=torch.bfloat16)
         x = torch.ones(rows, 768, device="cuda", dtype=torch.bfloat16)
@@ -422,8 +420,8 @@ def test_a_product_that_does_not_wait_for_memory_gets_padded_rows(
         assert (768 * 50264 * 2 in allocated(simulated, before)) == padded
 
 
-def test_what_torch_traces_for_its_own_tools_is_heard_by_nobody_else() -> None:
-    """pytest would show hundreds of empty lines with a failure."""
+def test_torchs_structured_trace_log_reaches_no_handler() -> None:
+    """pytest would print hundreds of empty log lines with a failure."""
     heard: list[logging.LogRecord] = []
 
     class Listening(logging.Handler):

@@ -1,4 +1,4 @@
-"""Values of code under ``torch.compile``, where all of them are computed."""
+"""Values of code under ``torch.compile`` with ``real_values=True``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``torch.compile``, which gives up its types."""
+    """Return ``torch.compile`` of a function, untyped."""
     result: Callable[..., Any] = torch.compile(function, **options)
     return result
 
@@ -52,8 +52,8 @@ def train() -> list[torch.Tensor]:
     return [*losses, *gradients, *model.parameters(), *model.buffers()]
 
 
-def test_forward_backward_and_step_have_the_values_of_eager_code() -> None:
-    """Memory is taken and freed as without values; the wrapper comes from the cache by then."""
+def test_a_training_step_has_the_values_of_eager_code() -> None:
+    """Allocations and frees are as without values; the wrapper comes from the cache then."""
     happened, values = [], []
     for real_values, how in ((False, "always"), (True, "always"), (True, "eager")):
         with simulate("A100-40GB", real_values=real_values, compile=how) as gpu:
@@ -69,7 +69,7 @@ def test_forward_backward_and_step_have_the_values_of_eager_code() -> None:
     assert happened[0] == happened[1] != happened[2]
 
 
-def test_a_norm_by_root_mean_squares_has_the_values_of_eager_code() -> None:
+def test_rms_norm_has_the_values_of_eager_code() -> None:
     values = []
     for how in ("always", "eager"):
         with simulate("A100-40GB", real_values=True, compile=how):
@@ -83,7 +83,7 @@ def test_a_norm_by_root_mean_squares_has_the_values_of_eager_code() -> None:
         torch.testing.assert_close(computed, eager)
 
 
-def test_inputs_are_written_to_where_they_lie() -> None:
+def test_inputs_are_written_in_place() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         table = torch.zeros(3, 2, device="cuda")
         row = table[1]
@@ -93,14 +93,14 @@ def test_inputs_are_written_to_where_they_lie() -> None:
         assert table.tolist() == [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
 
 
-def test_memory_that_nobody_has_written_to_is_written_to() -> None:
+def test_uninitialised_memory_can_be_written() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         into = torch.empty(2, device="cuda")
         compiled(lambda into, x: into.copy_(x + 1))(into, torch.ones(2, device="cuda"))
         assert into.tolist() == [2.0, 2.0]
 
 
-def test_backward_draws_again_what_forward_dropped() -> None:
+def test_backward_repeats_the_dropout_mask_of_forward() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         x = torch.ones(64, 64, device="cuda", requires_grad=True)
         y = compiled(lambda x: functional.dropout(x, 0.5) * 3)(x)
@@ -111,7 +111,7 @@ def test_backward_draws_again_what_forward_dropped() -> None:
         assert 0.4 < (y == 0).float().mean().item() < 0.6
 
 
-def test_other_sizes_are_computed_by_the_graph_for_sizes_that_vary() -> None:
+def test_other_sizes_are_computed_by_the_dynamic_graph() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         scaled = compiled(lambda x: (x + 1).view(-1) * x.shape[0])
         for rows in (2, 3, 5):
@@ -136,7 +136,7 @@ def test_a_compiled_optimizer_counts_its_steps_on_the_cpu_too() -> None:
     torch.testing.assert_close(*stepped)
 
 
-def test_flex_attention_attends() -> None:
+def test_flex_attention_has_the_values_of_eager_code() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     with simulate("A100-40GB", real_values=True, compile="always"):
@@ -153,7 +153,7 @@ def test_flex_attention_attends() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_in_a_cuda_graph_each_replay_computes_it() -> None:
+def test_each_replay_of_a_cuda_graph_computes_compiled_code() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         x, total = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda")
         run = compiled(lambda x, total: (total.add_(x), x * 2 + 1)[1])
@@ -171,8 +171,8 @@ def test_in_a_cuda_graph_each_replay_computes_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_replays_of_its_own_graphs_compute_too(mode: str | None) -> None:
-    """The first call warms up, the second is captured; memory is as without values."""
+def test_replays_of_inductors_cuda_graphs_compute(mode: str | None) -> None:
+    """The first call warms up, the second is captured; events are as without values."""
     happened, values = [], []
     for real_values, how in ((False, "always"), (True, "always"), (True, "eager")):
         with simulate("A100-40GB", real_values=real_values, compile=how) as gpu:
@@ -181,7 +181,7 @@ def test_replays_of_its_own_graphs_compute_too(mode: str | None) -> None:
             loss_of = compiled(lambda x: model(x).square().mean(), mode=mode)  # noqa: B023  # at once
             losses = []
             for _ in range(4):
-                model.zero_grad()  # of the run before, which this one overwrites
+                model.zero_grad()  # gradients of the last run, which this one overwrites
                 torch.compiler.cudagraph_mark_step_begin()
                 loss = loss_of(torch.randn(4, 8, device="cuda"))
                 loss.backward()
@@ -232,7 +232,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("gpumem_computed::launching", mutates_args=())
 def launching(x: torch.Tensor) -> torch.Tensor:
-    """On a GPU a kernel of Triton's fills it; nothing does on the CPU."""
+    """Return a tensor that a Triton kernel fills on a GPU, and nothing on the CPU."""
     filled = torch.zeros_like(x)
     if not x.is_cuda:
         running[-1].kernel_wrote(filled)
@@ -271,7 +271,7 @@ def test_a_custom_operator_for_gpus_alone_runs_eagerly() -> None:
             y.tolist()
 
 
-def test_a_kernel_launched_for_the_cpu_computes_nothing() -> None:
+def test_a_kernel_launched_on_cpu_tensors_computes_nothing() -> None:
     (gpu,) = SimulatedGPU.machine("A100-40GB", real_values=True, compile="always")
     with gpu.active():
         running.append(gpu.simulation)
@@ -280,7 +280,7 @@ def test_a_kernel_launched_for_the_cpu_computes_nothing() -> None:
             y.tolist()
 
 
-def test_what_makes_sizes_of_values_stays_outside_of_graphs() -> None:
+def test_operators_with_data_dependent_sizes_break_the_graph() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         positive = compiled(lambda x: (x + 1)[x > 0] * 2)
         assert positive(torch.tensor([1.0, -1.0, 2.0], device="cuda")).tolist() == [4.0, 6.0]
@@ -300,7 +300,7 @@ def test_an_index_out_of_range_is_an_error_as_on_a_gpu() -> None:
         (lambda x: x.sin().cpu(), {}, "which copies to the CPU, cannot be computed on the CPU"),
     ],
 )
-def test_what_is_not_computed_beside_a_wrapper_runs_eagerly_and_says_why(
+def test_code_with_uncomputable_values_runs_eagerly_with_a_note(
     function: Callable[..., Any], options: dict[str, Any], reason: str
 ) -> None:
     with simulate("A100-40GB", real_values=True) as gpu:
@@ -328,7 +328,7 @@ strided: Callable[[torch.Tensor], torch.Tensor] = Strided.apply
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.> should not be instantiated:DeprecationWarning")
-def test_a_gradient_that_is_not_computed_beside_a_wrapper_is_not_made_up() -> None:
+def test_a_gradient_that_cannot_be_computed_is_unknown() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         x = torch.zeros(4, device="cuda", requires_grad=True)
         y = compiled(lambda x: strided(x))(x)
@@ -345,9 +345,9 @@ def test_a_gradient_that_is_not_computed_beside_a_wrapper_is_not_made_up() -> No
 def test_a_test_that_reads_values_has_the_peak_of_compiled_code(
     project: Project, reading: str
 ) -> None:
-    """Eager code would keep 4 MiB each of x, sigmoid, tanh, cos, and make their products of it.
+    """Eager code would save 4 MiB each of x, sigmoid, tanh, cos, and make their products.
 
-    Compiled it keeps x, and has its sum of 512 bytes with 8 KiB for parts of it.
+    Compiled code saves x, and allocates the sum, 512 bytes, with 8 KiB of partial sums.
     """
     project.write(
         test_it=f"""

@@ -1,4 +1,4 @@
-"""FlexAttention that is not compiled: torch captures it, and traces its scores' gradients.
+"""FlexAttention without ``torch.compile``: torch captures it, and traces its scores' gradients.
 
 Peaks are those of torch's own CUDA code on the dry device, taken with the same program.
 """
@@ -49,7 +49,7 @@ def scores(kind: str, bias: Tensor) -> Callable[..., Tensor] | None:
 
 
 def attend(kind: str) -> Tensor:
-    """Run forward and backward; return the bias that may have been trained."""
+    """Run forward and backward; return the bias, which may have a gradient."""
 
     def tokens() -> Tensor:
         options: Any = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
@@ -71,7 +71,7 @@ def attend(kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", DRY_PEAKS["2.13"])
-def test_forward_and_backward_peak_as_torchs_own_code(kind: str) -> None:
+def test_peaks_equal_those_of_torchs_own_code(kind: str) -> None:
     release = "2.15" if torch.__version__ >= "2.15" else "2.13"
     if release == "2.13" and torch.__version__ >= "2.14":
         pytest.skip("peaks were taken of 2.13 and 2.15")
@@ -80,7 +80,7 @@ def test_forward_and_backward_peak_as_torchs_own_code(kind: str) -> None:
     assert gpu.peak_allocated == DRY_PEAKS[release][kind]
 
 
-def test_what_changes_scores_is_trained() -> None:
+def test_a_tensor_that_score_mod_closes_over_gets_a_gradient() -> None:
     with simulate("A100-40GB"):
         assert attend("biased").grad is not None
 

@@ -1,4 +1,4 @@
-"""What compiled code saves for backward does not depend on how its operators are built."""
+"""Backward of compiled code, whose operators may be built in more than one way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nothing_compiled_before(
     torch._dynamo.reset()
 
 
-def test_a_choice_between_a_tensor_and_a_number_keeps_its_gradient() -> None:
+def test_where_with_a_number_keeps_its_gradient() -> None:
     def chosen(x: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask, x, float("-inf")).exp()
 
@@ -49,7 +49,7 @@ def test_a_kernel_with_a_workspace_of_its_own_is_simulated() -> None:
         assert norm.weight.grad is not None
 
 
-def test_compiling_again_compiles_nothing_anew() -> None:
+def test_compiling_a_function_again_makes_no_new_graph() -> None:
     def double(x: Tensor) -> Tensor:
         return x * 2
 

@@ -1,4 +1,4 @@
-"""Inductor, called by who has made a graph without ``torch.compile``."""
+"""Inductor, called with a graph that was made without ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 MIB = 1024 * 1024
 
 
-def of_a_mib() -> torch.Tensor:
+def one_mib() -> torch.Tensor:
     return torch.ones(256, 1024, device="cuda")
 
 
@@ -30,8 +30,8 @@ def three(x: torch.Tensor) -> tuple[torch.Tensor]:
 
 
 def chain() -> GraphModule:
-    """Of three results eagerly and one if they are fused."""
-    return make_fx(three)(of_a_mib())
+    """Three operators: three results eagerly, one if they are fused."""
+    return make_fx(three)(one_mib())
 
 
 def taken(gpu: Any, run: Any, *args: Any) -> list[int]:
@@ -47,16 +47,16 @@ def test_a_graph_on_fake_tensors_becomes_a_wrapper() -> None:
 
         graph = chain()
         with FakeTensorMode():
-            inputs = [of_a_mib()]
+            inputs = [one_mib()]
         fused: Any = compile_fx_inner(graph, inputs)
-        x = of_a_mib()
+        x = one_mib()
         assert taken(gpu, lambda: fused([x])) == [MIB]
 
 
 def test_a_graph_is_compiled_with_what_autograd_makes_of_it() -> None:
     with simulate("A100-40GB") as gpu:
-        fused: Any = torch._inductor.compile(chain(), [of_a_mib()])
-        assert taken(gpu, fused, of_a_mib()) == [MIB]
+        fused: Any = torch._inductor.compile(chain(), [one_mib()])
+        assert taken(gpu, fused, one_mib()) == [MIB]
 
 
 ASIDE = """
@@ -77,14 +77,14 @@ with simulate("A100-40GB") as gpu:
 """
 
 
-def test_inductor_comes_first_and_a_thread_is_there() -> None:
-    """As the one of torch's progress bars is."""
+def test_inductor_may_be_imported_beside_another_thread() -> None:
+    """The thread is like that of tqdm's progress bars."""
     command = [str(quick("symbolic")), "-c", ASIDE]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.stdout == f"[{MIB}]\n", ran.stderr
 
 
-def test_aot_autograd_by_itself_ends_in_inductor() -> None:
+def test_aot_function_may_compile_by_inductor() -> None:
     with simulate("A100-40GB") as gpu:
         from torch._functorch.aot_autograd import aot_function
         from torch._inductor.compile_fx import compile_fx_inner
@@ -95,17 +95,17 @@ def test_aot_autograd_by_itself_ends_in_inductor() -> None:
             compile_fx_inner,
             decompositions=select_decomp_table(),
         )
-        x = of_a_mib().requires_grad_()
-        run(x)[0].backward(of_a_mib())
+        x = one_mib().requires_grad_()
+        run(x)[0].backward(one_mib())
         assert x.grad is not None
         assert x.grad.is_cuda
         assert gpu.notes == ()
 
 
-def test_what_is_measured_while_it_compiles_is_not() -> None:
+def test_autotuning_at_compile_time_is_not_measured() -> None:
     with simulate("A100-40GB", compile="always") as gpu:
         run = torch.compile(three, options={"triton.autotune_at_compile_time": True})
-        x = of_a_mib()
+        x = one_mib()
         run(x)
         assert taken(gpu, run, x) == [MIB]
         assert any("chooses kernels by their speed" in note for note in gpu.notes)
@@ -137,8 +137,8 @@ assert {thread.name for thread in threading.enumerate()} <= {"MainThread", "tqdm
 @pytest.mark.parametrize(
     "before", ["", "import torch._dynamo", "import torch._inductor.compile_fx"]
 )
-def test_it_may_be_imported_before_or_inside(before: str) -> None:
-    """In a process of its own: it is imported once, and nobody has compiled anything before."""
+def test_inductor_may_be_imported_before_or_in_the_simulation(before: str) -> None:
+    """A new process: Inductor is imported once, and nothing has been compiled before."""
     python = quick("full" if "_inductor" in before else "symbolic")
     ran = subprocess.run(
         [python, "-c", WHOLE.replace("BEFORE", before)],

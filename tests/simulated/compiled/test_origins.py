@@ -1,4 +1,4 @@
-"""Whose the memory of compiled code is: the operators of its graph, and the user's line."""
+"""Attribution of compiled code's memory to operators of its graph and to the user's line."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = [
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``torch.compile``, which gives up its types."""
+    """Return ``torch.compile`` of a function, untyped."""
     result: Callable[..., Any] = torch.compile(function, **options)
     return result
 
 
 def taken(gpu: Any, since: int) -> dict[int, tuple[str, tuple[str, int, str]]]:
-    """By size, the operator and the line of what was allocated after so many events."""
+    """Return, by size, operator and line of the allocations since event ``since``."""
     events = [event for event in gpu.trace[since:] if event.action == "alloc"]
     return {each.size: (each.context.operator_name, each.context.source_line) for each in events}
 
@@ -47,8 +47,8 @@ def test_buffers_name_the_line_and_the_operators_that_they_fuse() -> None:
     assert event.context.operator_name == "torch.sigmoid + torch.tanh + torch.mul, fused"
 
 
-def test_what_a_library_writes_names_its_operator_and_not_what_led_to_it() -> None:
-    """The gradients of a convolution, whose own gradient has gone through a normalization."""
+def test_results_of_a_library_call_name_its_operator_alone() -> None:
+    """The gradients of a convolution whose result is normalized."""
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = nn.functional.conv2d(x, weight, padding=1)
@@ -66,7 +66,7 @@ def test_what_a_library_writes_names_its_operator_and_not_what_led_to_it() -> No
         assert found[gradient] == ("aten::convolution_backward", (__file__, line, "run"))
 
 
-def test_layers_of_torch_s_own_have_their_operators_and_the_line_that_calls_them() -> None:
+def test_torchs_layers_have_the_line_of_the_users_call() -> None:
     with simulate("A100-40GB", compile="always") as gpu:
         layers = nn.Sequential(nn.Linear(512, 1024), nn.LayerNorm(1024), nn.Linear(1024, 128))
         model, x = compiled(layers.cuda()), torch.ones(4096, 512, device="cuda")
@@ -76,15 +76,15 @@ def test_layers_of_torch_s_own_have_their_operators_and_the_line_that_calls_them
         before = len(gpu.trace)
         loss.backward()
         backward = taken(gpu, before)
-    name = "test_layers_of_torch_s_own_have_their_operators_and_the_line_that_calls_them"
-    line = test_layers_of_torch_s_own_have_their_operators_and_the_line_that_calls_them.__code__
+    name = "test_torchs_layers_have_the_line_of_the_users_call"
+    line = test_torchs_layers_have_the_line_of_the_users_call.__code__
     called = (__file__, line.co_firstlineno + 5, name)
     assert forward[2 * MIB] == ("torch.addmm", called)
     assert forward[16 * 1024] == ("torch.native_layer_norm", called)  # means and deviations
     assert backward[512 * 1024] == ("torch.mm", (__file__, called[1] + 3, name))
 
 
-def test_a_workspace_and_a_copy_for_a_library_are_of_the_kernel_that_they_are_for() -> None:
+def test_workspaces_and_copies_are_attributed_to_their_kernel() -> None:
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return nn.functional.conv2d(x, weight).relu()
 
@@ -107,10 +107,10 @@ def test_a_workspace_and_a_copy_for_a_library_are_of_the_kernel_that_they_are_fo
     assert "aten::native_layer_norm_backward" in names
 
 
-def test_what_is_allocated_after_memory_ran_out_is_the_code_s_own() -> None:
+def test_an_out_of_memory_error_ends_the_attribution() -> None:
     with simulate("A100-40GB", compile="always") as gpu:
         x = torch.ones(1 << 30, 2, device="cuda")  # 8 GiB of 40
-        # A product has memory of its own kind: the operator that takes it is said before.
+        # The operator of a kernel with memory of its own is named before it allocates.
         twice = compiled(lambda x: torch.cat([x.sort(0)[0]] * 5))
         with pytest.raises(torch.OutOfMemoryError):
             twice(x)

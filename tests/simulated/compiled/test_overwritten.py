@@ -1,4 +1,4 @@
-"""Results of CUDA graphs: the next run of a graph uses their memory again."""
+"""Results of CUDA graphs: the next run of a graph overwrites their memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cube(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What two runs of one graph return, both still held."""
+    """Return the results of two runs of one graph, both held."""
     with simulate("A100-40GB", compile="always"):
         run = torch.compile(cube, mode="reduce-overhead")
         x = torch.ones(4, device="cuda")
@@ -51,7 +51,7 @@ Results = tuple[torch.Tensor, torch.Tensor]
         lambda result: result.untyped_storage().data_ptr(),
     ],
 )
-def test_who_reads_one_after_the_next_run_is_told(
+def test_reading_an_overwritten_result_is_an_error(
     results: Results, read: Callable[[torch.Tensor], Any]
 ) -> None:
     with pytest.raises(RuntimeError, match=OVERWRITTEN) as told:
@@ -59,7 +59,7 @@ def test_who_reads_one_after_the_next_run_is_told(
     assert "return x * x * x" in str(told.value)
 
 
-def test_what_such_a_result_was_like_may_be_asked(results: Results) -> None:
+def test_metadata_of_an_overwritten_result_may_be_read(results: Results) -> None:
     overwritten, _ = results
     assert (overwritten.shape, overwritten.dtype, overwritten.is_cuda) == (
         (4,),
@@ -69,14 +69,14 @@ def test_what_such_a_result_was_like_may_be_asked(results: Results) -> None:
     assert torch.zeros_like(overwritten).shape == overwritten.new_empty(4).shape
 
 
-def test_the_last_result_is_there(results: Results) -> None:
+def test_the_last_result_may_be_read(results: Results) -> None:
     _, last = results
     assert (last + last).shape == last.view(4).shape
     assert last.data_ptr()
 
 
-def test_a_storage_may_be_read_again_once_it_has_memory_of_its_own() -> None:
-    """As by who resizes it; what sets the words is part of builds for CUDA."""
+def test_a_storage_may_be_read_once_it_has_its_own_memory() -> None:
+    """A resize gives it memory; the function that sets the error text is part of CUDA builds."""
     inside: Any = torch._C
     with simulate("A100-40GB"):
         x = torch.ones(4, device="cuda")

@@ -1,4 +1,4 @@
-"""What is compiled once is not compiled again: guards of Dynamo's hold from call to call."""
+"""Recompilation: Dynamo's guards hold from call to call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Activated(nn.Module):
 
 
 def graphs_of(module: nn.Module, *, between: Callable[[], None] = lambda: None) -> int:
-    """How many graphs three calls of ``module``, compiled, come to."""
+    """Return the number of graphs that three calls of the compiled ``module`` make."""
     graphs = 0
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -57,10 +57,10 @@ def test_a_module_is_compiled_once(module: nn.Module) -> None:
     assert graphs_of(module) == 1
 
 
-def test_a_function_of_the_users_that_changes_is_compiled_anew(
+def test_a_rebound_function_of_the_user_is_recompiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A name of the user's own may stand for a function of torch's."""
+    """A name of the user may refer to a function of torch."""
 
     def change() -> None:
         monkeypatch.setitem(globals(), "activation", nn.functional.softplus)

@@ -1,4 +1,4 @@
-"""What a compiled function opens or sets, inside its body and around the call.
+"""Contexts and settings of compiled functions, entered inside their body or around the call.
 
 The sizes are those of torch's own code: the events of an A100 of torch 2.15.0+cu132 over a runtime
 whose kernels do nothing, which an A100 of the simulation repeats one by one.
@@ -23,7 +23,7 @@ KIB = 1 << 10
 
 
 class Attention(nn.Module):
-    """A block whose kernels, types and saved tensors depend on what is set around it."""
+    """A block whose kernels, dtypes and saved tensors depend on the settings around it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ RECORDED = {
 
 
 def step(name: str, *, inside: bool) -> tuple[int, list[int], tuple[str, ...]]:
-    """Peak and events of a training step, or of a forward pass that no gradient is for."""
+    """Return peak and events of a training step, or of a forward pass without gradients."""
     opened, _ = OPENED[name]
     with simulate("A100-40GB*2") as gpu:
         torch.manual_seed(0)
@@ -142,13 +142,13 @@ def step(name: str, *, inside: bool) -> tuple[int, list[int], tuple[str, ...]]:
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of what is not deterministic, and of float32
+        warnings.simplefilter("ignore", UserWarning)  # about nondeterminism and float32
         yield
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 @pytest.mark.parametrize("name", OPENED)
-def test_what_is_opened_is_followed(name: str, inside: bool) -> None:
+def test_contexts_are_compiled_with_the_recorded_peak(name: str, inside: bool) -> None:
     if inside and name == "inference_mode" and torch.__version__ < "2.13":
         pytest.skip("torch itself fails to compile it, and leaves a dispatch key behind")
     peak, events, notes = step(name, inside=inside)
@@ -158,12 +158,12 @@ def test_what_is_opened_is_followed(name: str, inside: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["autocast to bfloat16", "no_grad", "the math kernel", "a device"])
-def test_inside_is_as_outside(name: str) -> None:
+def test_a_context_inside_has_the_peak_of_one_outside(name: str) -> None:
     assert step(name, inside=True)[:2] == step(name, inside=False)[:2]
 
 
 def test_autocast_inside_saves_halves() -> None:
-    """What is kept for backward, by hand: each activation has half the bytes."""
+    """Saved tensors worked out by hand: each activation has half the bytes."""
 
     def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -179,8 +179,8 @@ def test_autocast_inside_saves_halves() -> None:
         assert workspace in (0, 8_519_680)  # since 2.15 none is kept
 
 
-def test_a_graph_of_other_kernels_of_attention_is_not_found_again() -> None:
-    """torch keeps graphs under keys without them: a number would depend on earlier tests."""
+def test_a_cached_graph_is_not_used_with_other_attention_kernels() -> None:
+    """torch's cache keys lack the kernels: a peak would depend on earlier tests."""
     first = step("nothing", inside=False)
     assert step("the math kernel", inside=False)[1] != first[1]
     assert step("nothing", inside=False) == first

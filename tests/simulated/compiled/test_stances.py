@@ -1,4 +1,4 @@
-"""``torch.compiler.set_stance``: when code is compiled, and when it must not be."""
+"""``torch.compiler.set_stance``: stances that compile, skip or forbid recompilation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SET_STANCE: Any = torch.compiler.set_stance
 
 
 class Counting:
-    """A backend that counts the graphs it gets, and runs them as they are."""
+    """A backend that counts its graphs and runs them unchanged."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -31,7 +31,7 @@ def compiled(function: Any, backend: Any) -> Any:
     return torch.compile(function, backend=backend, dynamic=False)
 
 
-def test_a_new_shape_fails_where_nothing_may_be_compiled_anew() -> None:
+def test_a_new_shape_fails_under_fail_on_recompile() -> None:
     with simulate("A100-40GB", compile="always"):
         count = Counting()
         run = compiled(lambda x: x.sin().cos(), count)
@@ -48,14 +48,14 @@ def test_a_new_shape_fails_where_nothing_may_be_compiled_anew() -> None:
     ("stance", "function", "graphs"),
     [  # a function for each: torch counts calls by file and line
         ("eager_then_compile", lambda x: x.sin().cos(), [0, 1, 2, 2]),
-        # What AOTAutograd has made for the first call serves all of its kind.
+        # AOTAutograd's graph of the first call serves all calls of its shape.
         ("aot_eager_then_compile", lambda x: x.sin().tan(), [0, 0, 1, 1]),
     ],
 )
-def test_what_waits_for_a_second_call_is_compiled_once(
+def test_stances_that_wait_for_a_second_call_compile_once(
     stance: str, function: Any, graphs: list[int]
 ) -> None:
-    """As torch does on the CPU."""
+    """The counts are those of torch on the CPU."""
     with simulate("A100-40GB", compile="always") as gpu:
         count = Counting()
         run = compiled(function, count)
@@ -68,8 +68,8 @@ def test_what_waits_for_a_second_call_is_compiled_once(
         assert gpu.notes == ()
 
 
-def test_a_backend_that_is_forced_takes_the_place_of_the_one_that_was_asked_for() -> None:
-    """Of AOTAutograd's graphs, which are not fused, both results take memory: 1 MiB each."""
+def test_a_forced_backend_replaces_the_requested_one() -> None:
+    """AOTAutograd's graphs are not fused, so both results are allocated: 1 MiB each."""
     with simulate("A100-40GB", compile="always") as gpu:
         run = compiled(lambda x: x.cos().sin(), "inductor")
         x = torch.ones(256, 1024, device="cuda")

@@ -1,4 +1,4 @@
-"""Steps of CUDA graphs, as code marks them."""
+"""Steps of CUDA graphs, marked by ``cudagraph_mark_step_begin``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def cube(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_only_steps_that_code_of_the_same_machine_has_marked_count(own: bool) -> None:
-    """As long as such a step goes on, all that its runs return stays."""
+def test_only_steps_marked_in_the_same_simulation_count(own: bool) -> None:
+    """Within a marked step, results of all runs stay valid."""
     with simulate("A100-40GB", compile="eager"):
         torch.compiler.cudagraph_mark_step_begin()
     with simulate("A100-40GB", compile="always"):

@@ -1,4 +1,4 @@
-"""Compiled code beside other threads: none of them may use torch while it compiles."""
+"""Compiled code beside other threads, none of which may use torch during a compilation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 
 
 def held_after_forward() -> int:
-    """MiB of ``x``, what is saved beside it, and the result: 2 where ``gated`` is compiled."""
+    """Return the MiB of ``x``, saved tensors and result: 2 if ``gated`` is compiled."""
     torch._dynamo.reset()
     before = torch.cuda.memory_allocated()
     x = torch.ones(256, 1024, device="cuda", requires_grad=True)  # 1 MiB
@@ -43,8 +43,8 @@ def held_after_forward() -> int:
 
 
 @contextmanager
-def beside(work: Callable[[Callable[[], bool]], None]) -> Iterator[None]:
-    """A thread works inside, until it is told to stop."""
+def in_a_thread(work: Callable[[Callable[[], bool]], None]) -> Iterator[None]:
+    """Run ``work`` in a thread inside of the context."""
     over = threading.Event()
     thread = threading.Thread(target=lambda: work(over.is_set))
     thread.start()
@@ -55,7 +55,7 @@ def beside(work: Callable[[Callable[[], bool]], None]) -> Iterator[None]:
         thread.join()
 
 
-def test_batches_that_workers_load_and_a_thread_pins_go_through_a_compiled_model() -> None:
+def test_a_compiled_model_runs_beside_workers_and_a_pinning_thread() -> None:
     def peak(workers: int) -> int:
         torch._dynamo.reset()
         with simulate("A100-40GB", compile="always") as gpu:
@@ -72,7 +72,7 @@ def test_batches_that_workers_load_and_a_thread_pins_go_through_a_compiled_model
 
 
 def timer() -> Iterator[None]:
-    """As pytest-timeout's."""
+    """A thread like pytest-timeout's."""
     waiting = threading.Timer(600, lambda: None)
     waiting.start()
     yield
@@ -81,7 +81,7 @@ def timer() -> Iterator[None]:
 
 
 def monitor() -> Iterator[None]:
-    """As progress bars have: it wakes up now and then, and never uses torch."""
+    """A thread like that of progress bars: it wakes up now and then, and never uses torch."""
     over = threading.Event()
 
     def work() -> None:
@@ -96,7 +96,7 @@ def monitor() -> Iterator[None]:
 
 
 def server() -> Iterator[None]:
-    """As that of pytest-rerunfailures, which waits in C for whom it serves."""
+    """A thread like that of pytest-rerunfailures, which waits in C for connections."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -113,19 +113,19 @@ def server() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("thread", [timer, monitor, server])
-def test_threads_that_do_not_use_torch_go_on(thread: Callable[[], Iterator[None]]) -> None:
+def test_threads_that_do_not_use_torch_keep_running(thread: Callable[[], Iterator[None]]) -> None:
     with simulate("A100-40GB", compile="always") as gpu, contextmanager(thread)():
         assert held_after_forward() == 2
         assert gpu.notes == ()
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exclusive, "patience", 0.1)
 
 
-@pytest.mark.usefixtures("impatient")
-def test_beside_a_thread_that_uses_torch_nothing_is_compiled() -> None:
+@pytest.mark.usefixtures("short_patience")
+def test_compiling_beside_a_thread_that_uses_torch_is_refused() -> None:
     began = threading.Event()
 
     def work(is_over: Callable[[], bool]) -> None:
@@ -135,14 +135,14 @@ def test_beside_a_thread_that_uses_torch_nothing_is_compiled() -> None:
             time.sleep(0.01)
 
     sentence = r"compiles while another thread lives that uses torch.*--gpumem-device=dry"
-    with simulate("A100-40GB"), beside(work):
+    with simulate("A100-40GB"), in_a_thread(work):
         began.wait()
         with pytest.raises(UnsupportedOperatorError, match=sentence):
             held_after_forward()
 
 
-@pytest.mark.usefixtures("impatient")
-def test_where_the_first_thread_lives_another_one_does_not_compile() -> None:
+@pytest.mark.usefixtures("short_patience")
+def test_compiling_in_a_second_thread_is_refused() -> None:
     found: list[str] = []
 
     def work() -> None:
@@ -161,7 +161,7 @@ def test_where_the_first_thread_lives_another_one_does_not_compile() -> None:
     assert "while another thread lives that uses torch" in found[0]
 
 
-def test_code_that_runs_eagerly_on_request_runs_beside_other_threads() -> None:
+def test_code_with_compile_eager_runs_beside_other_threads() -> None:
     began = threading.Event()
 
     def work(is_over: Callable[[], bool]) -> None:
@@ -169,12 +169,12 @@ def test_code_that_runs_eagerly_on_request_runs_beside_other_threads() -> None:
             torch.zeros(3)
             began.set()
 
-    with simulate("A100-40GB", compile="eager"), beside(work):
+    with simulate("A100-40GB", compile="eager"), in_a_thread(work):
         began.wait()
         assert held_after_forward() == 6
 
 
-def test_each_thread_s_buffers_have_the_line_of_its_own_code() -> None:
+def test_buffers_have_the_line_of_their_own_threads_code() -> None:
     def one(x: torch.Tensor) -> torch.Tensor:
         return x.sin().cos()
 
@@ -192,7 +192,7 @@ def test_each_thread_s_buffers_have_the_line_of_its_own_code() -> None:
         x, y = torch.ones(512, device="cuda"), torch.ones(1024, device="cuda")  # 2 and 4 KiB
         first(x), second(y)
         before = len(gpu.trace)
-        with beside(again):
+        with in_a_thread(again):
             for _ in range(200):
                 first(x)
         taken = {
@@ -203,10 +203,10 @@ def test_each_thread_s_buffers_have_the_line_of_its_own_code() -> None:
     assert taken == {(2048, "one"), (4096, "other")}
 
 
-def test_threads_of_other_plugins_do_not_keep_a_test_from_being_followed(
+def test_threads_of_other_plugins_do_not_prevent_compiling(
     project: Project,
 ) -> None:
-    """pytest-timeout waits in a thread, and a loader pins in one. Input and result: 4 MiB each."""
+    """pytest-timeout waits in a thread, a loader pins in one. Input and result are 4 MiB each."""
     pytest.importorskip("pytest_timeout")
     project.write(
         test_gate="""

@@ -1,4 +1,4 @@
-"""What torch traces beside plain tensors and forward passes, on a simulated GPU."""
+"""Traces of tensor subclasses, control flow and backward passes on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class Scaled(Tensor):
-    """A weight in 8 bits and its scale, as libraries for quantised weights have them."""
+    """A tensor subclass of an 8-bit weight and its scale, as in libraries for quantisation."""
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor) -> Any:
@@ -58,7 +58,7 @@ class Scaled(Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-def test_a_weight_that_holds_others_is_unpacked_inside_of_the_graph() -> None:
+def test_a_subclass_weight_is_dequantised_inside_of_the_graph() -> None:
     with simulate("A100-40GB", compile="always") as gpu:
         layer = nn.Linear(1024, 1024, bias=False, device="cuda")
         held = torch.ones(1024, 1024, dtype=torch.int8, device="cuda")
@@ -73,8 +73,8 @@ def test_a_weight_that_holds_others_is_unpacked_inside_of_the_graph() -> None:
         assert sorted(allocated(gpu, before))[:2] == [MIB, 2 * MIB]
 
 
-def test_jagged_tensors_are_computed_as_their_values_are() -> None:
-    """Of three rows of 10, 20 and 30 times 64 numbers: 15,360 bytes."""
+def test_jagged_tensors_take_the_memory_of_their_values() -> None:
+    """Three rows of 10, 20 and 30 times 64 numbers are 15,360 bytes."""
     with simulate("A100-40GB", compile="always") as gpu:
         rows = [torch.ones(length, 64) for length in (10, 20, 30)]
         jagged = torch.nested.nested_tensor(
@@ -90,7 +90,7 @@ def test_jagged_tensors_are_computed_as_their_values_are() -> None:
         assert jagged.grad is not None
 
 
-def test_a_backward_pass_is_compiled_on_the_dry_device_alone() -> None:
+def test_compiled_autograd_is_refused_and_names_the_dry_device() -> None:
     with simulate("A100-40GB"):
         x = torch.ones(256, 1024, device="cuda", requires_grad=True)
         loss = (x.sin().cos() + 1).exp().sum()
@@ -102,7 +102,7 @@ def test_a_backward_pass_is_compiled_on_the_dry_device_alone() -> None:
             loss.backward()
 
 
-def test_gradients_of_control_flow_are_traced_on_the_device() -> None:
+def test_gradients_of_control_flow_operators_are_traced() -> None:
     with simulate("A100-40GB"):
         x = torch.ones(256, 1024, device="cuda", requires_grad=True)
         _, y = while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x.sin()), (torch.tensor(0), x))
@@ -128,7 +128,7 @@ ZERO = torch.tensor(0)
     ],
     ids=["cond", "a dictionary", "while_loop", "scan"],
 )
-def test_branches_and_loops_have_gradients_for_what_they_close_over(body: Body, how: str) -> None:
+def test_branches_and_loops_have_gradients_for_captured_tensors(body: Body, how: str) -> None:
     with simulate("A100-40GB", compile=how) as gpu:
         x = torch.ones(3, 4, device="cuda", requires_grad=True)
         w = torch.ones(4, device="cuda", requires_grad=True)
@@ -147,7 +147,7 @@ def test_a_scan_runs_eagerly_step_by_step() -> None:
         assert gpu.allocated == (4 + 1 + 4) * MIB
 
 
-def test_products_of_scaled_factors_write_into_a_buffer_of_the_wrapper() -> None:
+def test_scaled_products_write_into_a_buffer_of_the_wrapper() -> None:
     with simulate("H100", compile="always") as gpu:
         a = torch.ones(1024, 1024, device="cuda").to(torch.float8_e4m3fn)
         one = torch.ones((), device="cuda")

@@ -1,4 +1,4 @@
-"""Ranks: workspaces of cuBLAS stay, which since 2.15 they do only where torch is told so."""
+"""Ranks: cuBLAS keeps its workspaces, which torch 2.15 does only with its cache enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributed checkpoints and whole state dictionaries, as one rank of eight saves and loads them.
+"""Distributed checkpoints and full state dictionaries, saved and loaded by one rank of eight.
 
 Source: torch/distributed/checkpoint, torch/distributed/_state_dict_utils.py and
 torch/distributed/fsdp/_optim_utils.py, torch 2.13.
@@ -87,7 +87,7 @@ def test_a_rank_saves_and_loads_its_shards(gpu: SimulatedRun, tmp_path: Path) ->
     state_dict_saver.save({**saved, "step": 7}, checkpoint_id=tmp_path)
     loaded = {**saved, "step": 0}
     state_dict_loader.load(loaded, checkpoint_id=tmp_path)
-    # Shards go to the host one by one, and come from there into the memory they have.
+    # Shards are copied to the host one by one, and loaded into their own memory.
     assert torch.cuda.max_memory_allocated() == before == gpu.allocated
     assert loaded["step"] == 7
     assert (tmp_path / ".metadata").is_file()
@@ -113,7 +113,7 @@ def test_staging_for_an_asynchronous_save_takes_the_hosts_memory(
     assert torch.cuda.max_memory_allocated() == before
 
 
-def test_another_process_is_refused(gpu: SimulatedRun, tmp_path: Path) -> None:
+def test_an_async_save_by_another_process_is_refused(gpu: SimulatedRun, tmp_path: Path) -> None:
     if not hasattr(state_dict_saver, "AsyncCheckpointerType"):
         pytest.skip("came with torch 2.7")
     process = state_dict_saver.AsyncCheckpointerType.PROCESS
@@ -127,7 +127,7 @@ def test_another_process_is_refused(gpu: SimulatedRun, tmp_path: Path) -> None:
     torch.__version__.startswith("2.6."),
     reason="collectives that nobody waits for keep nothing before torch 2.8, and do so here",
 )
-def test_a_whole_state_is_gathered(gpu: SimulatedRun) -> None:
+def test_a_full_state_dict_is_gathered(gpu: SimulatedRun) -> None:
     model, optimizer = sharded()
     before = gpu.allocated
     whole = states(model, optimizer, full_state_dict=True)
@@ -140,7 +140,7 @@ def test_a_whole_state_is_gathered(gpu: SimulatedRun) -> None:
     assert torch.cuda.max_memory_allocated() - before == WEIGHT
 
 
-def test_a_whole_state_comes_from_rank_0(gpu: SimulatedRun) -> None:
+def test_a_full_state_dict_is_broadcast_from_rank_0(gpu: SimulatedRun) -> None:
     model, optimizer = sharded()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     before = gpu.allocated
@@ -148,7 +148,7 @@ def test_a_whole_state_comes_from_rank_0(gpu: SimulatedRun) -> None:
     set_state_dict(model, optimizer, model_state_dict={}, optim_state_dict={}, options=options)
     # Tensors are received whole, and the rank keeps its part.
     assert torch.cuda.max_memory_allocated() - before >= WEIGHT
-    # Until torch 2.7 the averages are views of what was received.
+    # Until torch 2.7 the averages are views of the received tensor.
     is_view = torch.__version__.startswith("2.6.")
     assert gpu.allocated - before == (2 * LAYERS * (WEIGHT - WEIGHT // RANKS) if is_view else 0)
 
@@ -174,7 +174,7 @@ def test_states_of_fully_sharded_data_parallel(
 
 
 @pytest.mark.parametrize("original", [True, False])
-def test_where_all_shards_lie_is_refused(gpu: SimulatedRun, original: bool) -> None:
+def test_a_local_state_dict_is_refused(gpu: SimulatedRun, original: bool) -> None:
     model = FullyShardedDataParallel(layers(), use_orig_params=original)
     kind = StateDictType.LOCAL_STATE_DICT
     with (
@@ -184,7 +184,7 @@ def test_where_all_shards_lie_is_refused(gpu: SimulatedRun, original: bool) -> N
         model.state_dict()
 
 
-def test_a_gradient_of_a_shard_is_kept_while_the_parameter_is_whole_and_on_the_host() -> None:
+def test_gradients_of_shards_are_kept_while_parameters_are_full() -> None:
     with simulate("H100", world_size=RANKS, rank=0) as gpu:
         model = FullyShardedDataParallel(layers())
         model(torch.randn(2, 1024, device="cuda")).sum().backward()

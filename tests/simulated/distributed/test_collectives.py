@@ -1,4 +1,4 @@
-"""What collectives take, keep and make known, as ``ProcessGroupNCCL`` does since torch 2.8."""
+"""Memory and known values of collectives, as of ``ProcessGroupNCCL`` since torch 2.8."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gpu() -> Iterator[SimulatedRun]:
 
 
 def sizes(gpu: SimulatedRun, run: Callable[[], Any]) -> list[int]:
-    """Bytes that ``run`` allocates, and frees, below zero, while its result lives."""
+    """Return the bytes that ``run`` allocates, and below zero frees, while its result lives."""
     before = len(gpu.trace)
     result = run()
     signs = {"alloc": 1, "free_requested": -1}
@@ -57,7 +57,7 @@ def test_a_list_is_gathered_into_one_tensor(gpu: SimulatedRun) -> None:
     assert sizes(gpu, lambda: dist.all_to_all(parts, parts)) == []
 
 
-def test_what_is_in_place_takes_nothing(gpu: SimulatedRun) -> None:
+def test_collectives_in_place_allocate_nothing(gpu: SimulatedRun) -> None:
     one, all_of_them = tensor(), tensor(RANKS)
     for run in (
         lambda: dist.all_reduce(one),
@@ -85,7 +85,7 @@ def test_a_barrier_reduces_a_number(gpu: SimulatedRun) -> None:
     assert before - gpu.allocated == (512 if release() >= (2, 15) else 0)
 
 
-def test_what_is_under_way_is_kept_until_somebody_waits(gpu: SimulatedRun) -> None:
+def test_tensors_of_an_async_collective_are_kept_until_wait(gpu: SimulatedRun) -> None:
     work: Any = dist.all_reduce(tensor(), async_op=True)
     assert gpu.allocated == MIB
     work.wait()
@@ -96,7 +96,7 @@ def test_what_is_under_way_is_kept_until_somebody_waits(gpu: SimulatedRun) -> No
     assert gpu.allocated == 0
 
 
-def test_those_that_are_put_together_are_waited_for_as_one(gpu: SimulatedRun) -> None:
+def test_batched_operations_are_waited_for_together(gpu: SimulatedRun) -> None:
     earlier: Any = dist.all_reduce(tensor(), async_op=True)
     (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor(), rank) for rank in (4, 5)])
     assert gpu.allocated == 3 * MIB
@@ -107,7 +107,7 @@ def test_those_that_are_put_together_are_waited_for_as_one(gpu: SimulatedRun) ->
     assert gpu.allocated == 0
 
 
-def test_a_future_has_the_results(gpu: SimulatedRun) -> None:
+def test_the_future_of_a_collective_has_its_results(gpu: SimulatedRun) -> None:
     one = tensor()
     work: Any = dist.all_reduce(one, async_op=True)
     assert work.get_future().then(lambda done: done.value()[0].shape).wait() == one.shape
@@ -126,7 +126,7 @@ def test_functional_collectives_have_results_of_their_own(gpu: SimulatedRun) -> 
     assert functional.reduce_scatter_tensor(gathered, "sum", 0, group).nbytes == MIB
 
 
-def test_other_ranks_are_taken_to_send_the_same(gpu: SimulatedRun) -> None:
+def test_other_ranks_are_assumed_to_send_the_same_values(gpu: SimulatedRun) -> None:
     count = torch.tensor([5, 7], device="cuda")
     dist.all_reduce(count)
     assert count.tolist() == [40, 56]
@@ -135,7 +135,7 @@ def test_other_ranks_are_taken_to_send_the_same(gpu: SimulatedRun) -> None:
     everyone = torch.empty(16, dtype=torch.int64, device="cuda")
     dist.all_gather_into_tensor(everyone, count)
     assert everyone.tolist() == [40, 56] * 8
-    # Of experts: each rank sends this one, the fourth, what it sends itself.
+    # All-to-all of experts: each rank sends the fourth, this one, what this one sends.
     sent = torch.arange(8, device="cuda")
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
@@ -152,7 +152,7 @@ def test_other_ranks_are_taken_to_send_the_same(gpu: SimulatedRun) -> None:
     assert note.endswith(" assumes that other ranks send what this one does")
 
 
-def test_what_only_another_rank_knows_is_unknown(gpu: SimulatedRun) -> None:
+def test_values_of_another_rank_are_unknown(gpu: SimulatedRun) -> None:
     count = torch.tensor([5], device="cuda")
     dist.recv(count, 2)
     with pytest.raises(UnknownValueError):
@@ -161,7 +161,7 @@ def test_what_only_another_rank_knows_is_unknown(gpu: SimulatedRun) -> None:
         dist.recv_object_list([None], 2)
 
 
-def test_objects_of_other_ranks_are_this_ones(gpu: SimulatedRun) -> None:
+def test_objects_of_other_ranks_equal_this_ranks(gpu: SimulatedRun) -> None:
     found: list[Any] = [None] * RANKS
     dist.all_gather_object(found, {"loss": 1})
     assert found == [{"loss": 1}] * RANKS
@@ -174,7 +174,7 @@ def test_objects_of_other_ranks_are_this_ones(gpu: SimulatedRun) -> None:
     assert own == [3]
 
 
-def test_tensors_of_the_host_have_values(gpu: SimulatedRun) -> None:
+def test_collectives_of_cpu_tensors_keep_values(gpu: SimulatedRun) -> None:
     group = dist.new_group(backend="gloo")
     one = torch.ones(3)
     dist.broadcast(one, 0, group=group)
@@ -182,7 +182,7 @@ def test_tensors_of_the_host_have_values(gpu: SimulatedRun) -> None:
     assert one.tolist() == [1, 1, 1]
 
 
-def test_functional_collectives_know_what_the_others_do(gpu: SimulatedRun) -> None:
+def test_functional_collectives_assume_equal_values_on_all_ranks(gpu: SimulatedRun) -> None:
     group: Any = dist.group.WORLD
     count = torch.tensor([5, 7], device="cuda")
     assert functional.all_reduce(count, "sum", group).tolist() == [40, 56]

@@ -34,7 +34,7 @@ def step(parallel: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("options", "gradients"),
     [
-        # A bucket for all gradients, and each of them besides.
+        # A bucket for all gradients, and the gradients themselves.
         ({}, 2 * WEIGHTS),
         ({"static_graph": True}, 2 * WEIGHTS + 512),
         # ... and a number for each parameter that says whether it was used.
@@ -103,12 +103,12 @@ def test_a_hook_that_compresses_takes_half_a_bucket() -> None:
             parallel.register_comm_hook(None, getattr(default_hooks, name))
             step(parallel)
         peaks[name] = gpu.peak_allocated
-    # buffer.to(bfloat16), when what forward kept is nearly gone: 16 KiB of each layer.
+    # buffer.to(bfloat16), when most saved tensors are freed: 16 KiB of each layer.
     more = peaks["bf16_compress_hook"] - peaks["allreduce_hook"]
     assert WEIGHTS // 2 - LAYERS * 32 * 1024 < more <= WEIGHTS // 2
 
 
-def test_what_a_hook_sends_is_free_when_the_host_has_waited() -> None:
+def test_a_compressed_bucket_is_freed_after_the_host_has_waited() -> None:
     # The callback runs on a stream of the pool, on which the sent half of the bucket is used.
     with simulate("H100", world_size=8) as gpu:
         parallel = DistributedDataParallel(model(), gradient_as_bucket_view=True)

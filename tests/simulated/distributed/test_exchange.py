@@ -1,4 +1,4 @@
-"""What the processes that torchrun has started tell each other."""
+"""Exchange of values between the processes that torchrun has started."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def members(size: int) -> list[RankExchange]:
     return [RankExchange(store, rank, size) for rank in range(size)]
 
 
-def test_rank_0_is_told_what_all_say_and_all_are_told_what_it_says() -> None:
+def test_rank_0_gathers_from_all_ranks_and_broadcasts_to_all() -> None:
     def part(one: RankExchange) -> tuple[Any, Any, Any]:
         first = one.gather("peaks", {"peak": 10 * one.rank})
         decided = one.broadcast("the verdict", "passed" if one.rank == 0 else None)
@@ -52,7 +52,7 @@ def test_rank_0_is_told_what_all_say_and_all_are_told_what_it_says() -> None:
     assert others == [([{"peak": 10 * r}], "passed", [[r]]) for r in (1, 2)]
 
 
-def test_ranks_that_run_different_things_are_told() -> None:
+def test_ranks_that_run_different_tests_are_an_error() -> None:
     first, other = members(2)
     other.gather("test_b", 1)
 
@@ -90,7 +90,7 @@ def test_a_rank_that_never_starts_is_not_waited_for(monkeypatch: pytest.MonkeyPa
         RankExchange(HashStore(), 0, 2).gather("test_a", 1)
 
 
-def test_a_process_is_the_rank_that_it_was_started_as() -> None:
+def test_a_process_has_the_rank_of_its_environment() -> None:
     assert world_of_process(STARTED) == World(size=4, rank=3, local_size=2)
     assert address_of_process(STARTED) == Address("node1", 29400, is_served=True)
     by_hand = {name: STARTED[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
@@ -108,7 +108,7 @@ def test_a_process_is_the_rank_that_it_was_started_as() -> None:
     ],
     ids=["none", "others are not to be met", "one alone", "of a simulated rank"],
 )
-def test_other_processes_are_their_own(variables: dict[str, str]) -> None:
+def test_a_process_without_torchrun_has_no_world(variables: dict[str, str]) -> None:
     assert world_of_process(variables) is None
 
 
@@ -119,7 +119,7 @@ def test_other_processes_are_their_own(variables: dict[str, str]) -> None:
         ({"RANK": "4"}, "4 is not a rank of 4; write an int from 0 to 3"),
     ],
 )
-def test_what_no_torchrun_sets_is_refused(wrong: dict[str, str], sentence: str) -> None:
+def test_inconsistent_variables_are_refused(wrong: dict[str, str], sentence: str) -> None:
     with pytest.raises(WorldError, match=f"^{sentence}$"):
         world_of_process({**STARTED, **wrong})
 

@@ -1,4 +1,4 @@
-"""``fully_shard`` on one rank: what is gathered, reduced and kept, worked out by hand.
+"""``fully_shard`` on one rank: bytes gathered, reduced and kept, worked out by hand.
 
 Source: torch/distributed/fsdp/_fully_shard, torch 2.13.
 """
@@ -28,7 +28,7 @@ WORKSPACES = 2 * 32 * MIB
 
 
 def model() -> nn.Sequential:
-    with unfilled():  # weights that nobody reads
+    with unfilled():  # values are not needed
         return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(LAYERS)])
 
 
@@ -44,7 +44,7 @@ def step(parallel: nn.Module) -> None:
 
 
 def large(gpu: SimulatedRun, run: Callable[[], object]) -> list[tuple[int, int]]:
-    """Streams and sizes in MiB of what ``run`` allocates, and frees, below zero; from 1 MiB."""
+    """Return streams and MiB that ``run`` allocates, and below zero frees; from 1 MiB."""
     before = len(gpu.trace)
     run()
     signs = {"alloc": 1, "free_requested": -1}
@@ -66,7 +66,7 @@ def test_parameters_become_shards_one_by_one() -> None:
         assert isinstance(parallel, FSDPModule)
 
 
-def test_one_layer_is_gathered_while_another_computes() -> None:
+def test_a_layer_is_gathered_while_another_computes() -> None:
     with simulate("H100", world_size=RANKS) as gpu, torch.no_grad():
         parallel = sharded()
         x = torch.randn(2, 2048, device="cuda")
@@ -98,7 +98,7 @@ def test_gradients_are_sharded_and_kept() -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_what_is_not_resharded_stays_until_backward(reshard: bool) -> None:
+def test_parameters_that_are_not_resharded_stay_until_backward(reshard: bool) -> None:
     with simulate("H100", world_size=RANKS) as gpu:
         layers = model().cuda()
         for layer in layers:
@@ -162,7 +162,7 @@ def test_ignored_parameters_stay_whole() -> None:
         assert gpu.allocated == WEIGHT + (LAYERS - 1) * SHARD
 
 
-def test_a_model_that_is_made_on_meta_takes_shards_only() -> None:
+def test_a_model_made_on_meta_allocates_shards_alone() -> None:
     with simulate("H100", world_size=RANKS) as gpu:
         with torch.device("meta"):
             layers = model()
@@ -177,7 +177,7 @@ def test_a_model_that_is_made_on_meta_takes_shards_only() -> None:
         step(layers)
 
 
-def test_a_model_left_on_meta_is_what_torch_says() -> None:
+def test_a_model_left_on_meta_raises_torchs_error() -> None:
     with simulate("H100", world_size=RANKS):
         with torch.device("meta"):
             layers = model()

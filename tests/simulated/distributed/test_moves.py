@@ -1,4 +1,4 @@
-"""Sharded parameters that move."""
+"""Sharded parameters that move between devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from pytest_gpumem import simulate
 
 
-def test_a_sharded_module_goes_where_it_is() -> None:
+def test_moving_a_sharded_module_to_its_own_device_keeps_it() -> None:
     # nn.Module.to passes None for the type and then whether to block.
     with simulate("A100-40GB", alloc_conf="", world_size=4) as gpu:
         model = nn.Linear(1024, 1024, bias=False)

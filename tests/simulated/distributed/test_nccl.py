@@ -1,4 +1,4 @@
-"""What NCCL is estimated to take beside the allocator's memory."""
+"""Estimates of NCCL's memory outside of the allocator."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pytest_gpumem.simulating import simulate
 MIB = 1 << 20
 
 
-def test_a_connection_is_of_the_sizes_that_nccl_logs() -> None:
+def test_a_connection_has_the_sizes_that_nccl_logs() -> None:
     # NVIDIA/nccl#1685: 10485760 and 2097152, for each channel and peer.
     assert connection() == 10_485_760 + 2_097_152
 
 
-def test_a_communicator_connects_neighbours_or_all_of_its_machine() -> None:
+def test_a_communicator_connects_neighbours_or_all_peers() -> None:
     assert estimate([Communicator(1)]) == 0
     assert estimate([Communicator(2)]) == 16 * 12 * MIB
     assert estimate([Communicator(8)]) == 2 * 16 * 12 * MIB
@@ -40,7 +40,7 @@ def test_a_communicator_is_made_by_its_first_collective_on_the_gpu() -> None:
     )
 
 
-def test_a_prediction_of_ranks_states_it_apart() -> None:
+def test_a_prediction_of_ranks_has_a_note_about_nccl() -> None:
     def call() -> None:
         x = torch.zeros(1024, device="cuda")
         dist.all_to_all_single(torch.empty_like(x), x)

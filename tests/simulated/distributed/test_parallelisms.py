@@ -35,7 +35,7 @@ def step(parallel: nn.Module) -> None:
 
 
 def pipeline(rank: int, ranks: int, microbatches: int) -> int:
-    """Bytes that a training step under 1F1B takes at most above weights and workspaces."""
+    """Return the peak of a 1F1B training step above weights and workspaces, in bytes."""
     with simulate("H100", world_size=ranks, rank=rank) as gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         # Activations of 8 MiB for each microbatch that is under way.
@@ -55,7 +55,7 @@ def pipeline(rank: int, ranks: int, microbatches: int) -> int:
 
 
 @pytest.mark.skipif(OLD, reason="every stage keeps its outputs until the next step")
-def test_stages_of_a_pipeline_differ() -> None:
+def test_stages_of_a_pipeline_have_their_own_peaks() -> None:
     # 4 MiB for an activation. Buffers to receive eight of them are made before the first one, and
     # as many for gradients. The last stage returns its outputs, of each microbatch and as one.
     # Since 2.15 each buffer is made when it is received, and goes with what is made of it
@@ -65,7 +65,7 @@ def test_stages_of_a_pipeline_differ() -> None:
 
 
 def looped(rank: int, ranks: int, known: bool) -> int:
-    """Peak of a step under an interleaved schedule, two stages a rank, one behind the other."""
+    """Return the peak of a step under an interleaved schedule with two stages a rank."""
     with simulate("H100", world_size=ranks, rank=rank) as gpu:
         device = torch.device("cuda", rank)
         stages = []
@@ -84,7 +84,7 @@ def looped(rank: int, ranks: int, known: bool) -> int:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="stages infer gradients since torch 2.13")
-def test_stages_that_infer_shapes_take_as_much_as_those_that_are_told() -> None:
+def test_stages_that_infer_shapes_have_the_same_peak() -> None:
     # The second stage of the first rank receives what its first one sends.
     assert looped(0, 4, known=False) == looped(0, 4, known=True)
     with pytest.raises(UnknownValueError, match="a pipeline's stage needs its input_args"):
@@ -107,7 +107,7 @@ def test_tensor_parallel_keeps_a_part_of_each_weight() -> None:
         assert gpu.allocated == 4 * (2 * 16 * MIB // 8) + WORKSPACES
 
 
-def test_parts_of_a_parameter_are_drawn_within_bounds() -> None:
+def test_trunc_normal_initialises_a_shard() -> None:
     with simulate("H100", world_size=8):
         mesh = init_device_mesh("cuda", (8,))
         part: Any = distribute_tensor(torch.zeros(64, 64, device="cuda"), mesh, [Shard(0)])
@@ -157,7 +157,7 @@ def test_offloaded_parameters_are_on_the_host() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_an_optimizer_shares_its_state_out() -> None:
+def test_zero_redundancy_optimizer_shards_its_state() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     with simulate("H100", world_size=4) as gpu:

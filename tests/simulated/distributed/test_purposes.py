@@ -1,4 +1,4 @@
-"""What sharding and data parallelism allocate is known by its purpose."""
+"""Purposes of the memory that sharding and data parallelism allocate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step(parallel: nn.Module) -> None:
 
 
 def purposes(gpu: SimulatedRun) -> Counter[tuple[str, str, int]]:
-    """Names, kinds and sizes in KiB of what was allocated for a purpose, from 256 KiB."""
+    """Return names, kinds and KiB of the allocations with a purpose, from 256 KiB."""
     origins = ((event.context, event.size) for event in gpu.trace if event.action == "alloc")
     return Counter(
         (origin.operator_name, origin.kind, size // 1024)
@@ -33,7 +33,7 @@ def purposes(gpu: SimulatedRun) -> Counter[tuple[str, str, int]]:
     )
 
 
-def test_of_fully_shard_by_module() -> None:
+def test_allocations_of_fully_shard_are_named_by_module() -> None:
     with simulate("H100", world_size=8) as gpu:
         layers = model()
         for layer in layers:
@@ -49,14 +49,14 @@ def test_of_fully_shard_by_module() -> None:
     assert found["reduce-scatter of 1", "buffer", 512] == 1
 
 
-def test_of_fully_sharded_data_parallel() -> None:
+def test_allocations_of_fully_sharded_data_parallel_have_a_purpose() -> None:
     with simulate("H100", world_size=8) as gpu:
         step(FullyShardedDataParallel(model()))
     names = {name for name, *_ in purposes(gpu)}
     assert names == {"unsharded parameters", "reduce-scatter"}
 
 
-def test_of_fully_sharded_data_parallel_in_half_precision() -> None:
+def test_half_precision_shards_have_a_purpose() -> None:
     half = MixedPrecision(param_dtype=torch.bfloat16)
     with simulate("H100", world_size=8) as gpu:
         step(FullyShardedDataParallel(model(), mixed_precision=half))
@@ -64,8 +64,8 @@ def test_of_fully_sharded_data_parallel_in_half_precision() -> None:
     assert purposes(gpu)["shards to gather", "unsharded", 512] >= 1
 
 
-def test_of_data_parallel() -> None:
+def test_buckets_of_data_parallel_have_a_purpose() -> None:
     with simulate("H100", world_size=8) as gpu:
         step(DistributedDataParallel(model()))
-    # One for both layers, and before it what all parameters are sent in.
+    # One bucket for both layers, and before it the buffer that broadcasts all parameters.
     assert set(purposes(gpu)) == {("gradient buckets", "buffer", 8192)}

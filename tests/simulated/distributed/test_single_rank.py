@@ -1,4 +1,4 @@
-"""A world of one rank, which code begins in a process of its own: it is one GPU."""
+"""A world of one rank, which the code under test initialises itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def begin(backend: str | None, folder: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_model_is_trained_in_parallel_with_nobody(backend: str | None, tmp_path: Path) -> None:
+def test_data_parallel_trains_on_one_rank(backend: str | None, tmp_path: Path) -> None:
     with simulate("H100") as gpu:
         begin(backend, tmp_path)
         assert (dist.get_world_size(), dist.get_rank()) == (1, 0)
@@ -70,8 +70,8 @@ def test_collectives_give_the_only_rank_what_it_sends(device: str, tmp_path: Pat
     assert gpu.notes == ()
 
 
-def test_the_environment_may_say_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As torchrun with one process does; a name that was imported before is the same."""
+def test_variables_may_give_rank_and_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun with one process sets these; a function imported before is patched too."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     with simulate("T4"):
@@ -82,7 +82,7 @@ def test_the_environment_may_say_it(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert one.tolist() == [1, 1]
 
 
-def test_it_is_gone_outside_and_there_again_inside(tmp_path: Path) -> None:
+def test_a_group_belongs_to_its_simulation(tmp_path: Path) -> None:
     with simulate("T4"):
         begin("nccl", tmp_path)
         with simulate("T4"):
@@ -94,7 +94,7 @@ def test_it_is_gone_outside_and_there_again_inside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("init", [dist.init_process_group, imported_before])
 @pytest.mark.parametrize("backend", ["nccl", None])
-def test_several_are_refused(init: Any, backend: str | None, tmp_path: Path) -> None:
+def test_a_group_of_two_ranks_is_refused(init: Any, backend: str | None, tmp_path: Path) -> None:
     store = HashStore()
     sentence = r'init_process_group\("nccl"\) at .* is for several ranks'
     with simulate("T4"), pytest.raises(UnsupportedOperatorError, match=sentence):
@@ -104,7 +104,7 @@ def test_several_are_refused(init: Any, backend: str | None, tmp_path: Path) -> 
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="NCCL has one class before 2.15")
 @pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy"])
-def test_each_of_nccls_classes_is_a_fake_group(backend: str) -> None:
+def test_every_nccl_backend_is_a_fake_group(backend: str) -> None:
     if backend != "nccl" and not torch.backends.cuda.is_built():
         pytest.skip("registered in builds with CUDA alone")
     with simulate("T4", world_size=4, rank=1):

@@ -21,7 +21,7 @@ mp: Any = torch.multiprocessing
 
 
 def train(rank: int, world_size: int, seen: list[Any]) -> None:
-    """What the tutorial of DistributedDataParallel spawns."""
+    """Train as in the tutorial of DistributedDataParallel."""
     dist.init_process_group("nccl", rank=rank, world_size=world_size)
     torch.cuda.set_device(rank)
     model = nn.Linear(1024, 1024, bias=False).to(rank)
@@ -30,19 +30,19 @@ def train(rank: int, world_size: int, seen: list[Any]) -> None:
     seen += [rank, dist.get_world_size(), torch.cuda.max_memory_allocated()]
 
 
-def test_the_ranks_own_process_is_this_one() -> None:
+def test_the_ranks_function_runs_in_this_process() -> None:
     with simulate("H100", world_size=4, rank=3) as gpu:
         group = dist.group.WORLD
         for _ in range(2):
             seen: list[Any] = []
             mp.spawn(train, args=(4, seen), nprocs=4)
             assert seen == [3, 4, gpu.peak_allocated]
-            # The process is over: what it had is gone, but for cuBLAS's workspaces of two threads.
+            # The process has ended: only cuBLAS's workspaces of two threads stay allocated.
             assert gpu.allocated == 2 * 32 * MIB
         assert dist.group.WORLD is group
 
 
-def test_ranks_of_a_machine_are_counted_there() -> None:
+def test_the_index_of_spawn_is_the_local_rank() -> None:
     with simulate("H100*8", world_size=64, rank=21):
         seen: list[Any] = []
         context: Any = mp.start_processes(
@@ -57,7 +57,7 @@ def test_ranks_of_a_machine_are_counted_there() -> None:
             mp.spawn(train, nprocs=3)
 
 
-def test_an_error_is_the_functions_own() -> None:
+def test_errors_of_the_function_are_raised_unchanged() -> None:
     def fail(index: int) -> None:
         raise KeyError(index)
 

@@ -1,4 +1,4 @@
-"""Which rank of how many a process is, and what it is told of that."""
+"""Rank and world size of a process, and the environment that states them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_ranks_fill_equal_machines(
         (12, 0, 8, "12 ranks do not fill machines of 8 GPUs; write a multiple of 8"),
     ],
 )
-def test_a_world_that_cannot_be(
+def test_an_impossible_world_is_refused(
     size: Any, rank: Any, per_machine: int | None, sentence: str
 ) -> None:
     with pytest.raises(WorldError) as error:
@@ -51,12 +51,12 @@ def test_a_world_that_cannot_be(
     assert str(error.value).startswith(sentence)
 
 
-def test_a_rank_alone_is_of_no_world() -> None:
+def test_a_rank_without_a_world_size_is_refused() -> None:
     with pytest.raises(WorldError, match="rank=3 needs world_size="), simulate("T4", rank=3):
         pass
 
 
-def test_a_process_is_told_what_torchrun_tells() -> None:
+def test_the_environment_is_that_of_torchrun() -> None:
     before = dict(os.environ)
     with simulate("H100", world_size=64, rank=9):
         told = {name: os.environ[name] for name in os.environ.keys() - before.keys()}
@@ -80,7 +80,7 @@ def test_a_machine_has_as_many_ranks_as_gpus() -> None:
         assert gpu.peak_allocated == 4096
 
 
-def test_the_default_group_is_there_and_gone_again() -> None:
+def test_the_default_group_exists_inside_the_simulation_alone() -> None:
     with simulate("H100", world_size=8, rank=3):
         assert dist.is_initialized()
         assert (dist.get_rank(), dist.get_world_size()) == (3, 8)
@@ -90,7 +90,7 @@ def test_the_default_group_is_there_and_gone_again() -> None:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo", "cpu:gloo,cuda:nccl", None])
-def test_code_may_initialise_it_itself(backend: str | None) -> None:
+def test_the_code_may_initialise_the_default_group(backend: str | None) -> None:
     with simulate("H100", world_size=8, rank=3):
         dist.init_process_group(backend, init_method="tcp://elsewhere:1", world_size=8, rank=3)
         assert dist.get_backend() == (backend or "undefined")
@@ -104,7 +104,7 @@ def test_code_may_initialise_it_itself(backend: str | None) -> None:
         assert list(coordinate) == [0, 3]
 
 
-def test_groups_from_before_are_there_afterwards(tmp_path: Any) -> None:
+def test_groups_from_before_the_simulation_are_restored(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         outer = dist.group.WORLD
@@ -119,7 +119,7 @@ def test_groups_from_before_are_there_afterwards(tmp_path: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_two_worlds_one_after_the_other() -> None:
+def test_two_simulations_may_have_different_worlds() -> None:
     for size in (2, 4):
         with simulate("H100", world_size=size) as gpu:
             mesh = init_device_mesh("cuda", (size,))
@@ -136,7 +136,7 @@ def test_two_worlds_one_after_the_other() -> None:
 @pytest.mark.parametrize(
     "use", [lambda: DeviceMesh("cuda", [0, 1]), lambda: dist.init_process_group("nccl")]
 )
-def test_what_needs_other_ranks_says_how_to_have_them(use: Any) -> None:
+def test_a_refusal_for_want_of_ranks_names_the_marker(use: Any) -> None:
     with simulate("T4"), pytest.raises(UnsupportedOperatorError) as error:
         use()
     place = f"{os.path.relpath(__file__)}:"
@@ -154,7 +154,7 @@ def test_meshes_are_made_by_splitting_where_the_device_is_given() -> None:
         dist.barrier(device_ids=[3])
 
 
-def test_a_monitored_barrier_waits_for_nobody() -> None:
+def test_a_monitored_barrier_returns_at_once() -> None:
     with simulate("H100", world_size=8):
         dist.init_process_group("gloo")
         dist.monitored_barrier()

@@ -1,4 +1,4 @@
-"""Operators of ``torch.library.custom_op`` whose own code runs, for want of shapes alone."""
+"""Operators of ``torch.library.custom_op`` whose own code runs: shapes alone do not suffice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Define = Callable[..., Any]
 
 @pytest.fixture
 def define() -> Iterator[Define]:
-    """``custom_op`` for the test, with what tells shapes."""
+    """Return ``custom_op`` with a fake implementation, for one test."""
     made: list[Any] = []
 
     def define(function: Callable[..., Any], shapes: Callable[..., Any], **options: Any) -> Any:
@@ -42,7 +42,7 @@ def mask_alone(size: int, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("device_types", [None, ("cpu", "cuda")])
-def test_one_without_tensors_runs_on_the_device_it_is_told(
+def test_an_operator_without_tensors_runs_on_its_device_argument(
     define: Define, device_types: Any
 ) -> None:
     operator = define(mask, mask_alone, device_types=device_types)
@@ -50,7 +50,7 @@ def test_one_without_tensors_runs_on_the_device_it_is_told(
         made = operator(KIB, torch.device("cuda"))
         assert made.is_cuda
         assert gpu.allocated == KIB
-        assert gpu.peak_allocated == 3 * KIB  # its own code makes twice as much first
+        assert gpu.peak_allocated == 3 * KIB  # the operator's code allocates twice as much first
         assert made.all()
         assert operator(KIB, device=torch.device("cpu")).device.type == "cpu"
         assert gpu.allocated == KIB
@@ -65,7 +65,7 @@ def count_alone(x: Tensor, device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("place", ["cuda", "cpu", "meta"])
-def test_one_with_tensors_makes_what_it_makes_where_it_is_told(define: Define, place: str) -> None:
+def test_a_device_argument_decides_over_the_tensors_device(define: Define, place: str) -> None:
     operator = define(count, count_alone)
     with simulate("A100-40GB") as gpu:
         x = torch.ones(8, device=place)
@@ -75,7 +75,7 @@ def test_one_with_tensors_makes_what_it_makes_where_it_is_told(define: Define, p
         assert gpu.allocated - before == 512
 
 
-def test_one_that_is_told_a_device_computes(define: Define) -> None:
+def test_an_operator_with_a_device_argument_computes_values(define: Define) -> None:
     operator = define(count, count_alone)
     with simulate("A100-40GB", real_values=True):
         assert operator(torch.ones(8, device="cuda"), torch.device("cuda")).item() == 8
@@ -93,13 +93,13 @@ def some(x: Tensor) -> Any:
     return torch.library.get_ctx().new_dynamic_size(min=0, max=x.shape[0])
 
 
-def test_a_size_comes_from_its_own_code(define: Define) -> None:
+def test_an_int_result_comes_from_the_operators_code(define: Define) -> None:
     operator = define(half, some)
     with simulate("A100-40GB"):
         assert operator(torch.ones(8, device="cuda")) == 4
 
 
-def test_a_size_that_values_decide_is_unknown(define: Define) -> None:
+def test_an_int_result_that_depends_on_values_is_unknown(define: Define) -> None:
     operator = define(positive, some)
     with simulate("A100-40GB"), pytest.raises(UnknownValueError):
         operator(torch.rand(8, device="cuda"))

@@ -1,4 +1,4 @@
-"""Operators of lists run once for each kind of element; nobody sees it but on a clock."""
+"""Foreach operators run once for each kind of element: an optimisation without visible effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIB = 1024
 
 
 def lengths_run(func: Any, *args: Any, **kwargs: Any) -> tuple[list[int], Any]:
-    """How many elements each run of ``func`` had, and what came of it."""
+    """Return the number of elements of each run of ``func``, and the results."""
     lengths = []
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -33,17 +33,17 @@ def on_meta(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tenso
     return [torch.empty(size, dtype=dtype, device="meta") for size in sizes]
 
 
-def test_each_kind_is_run_once() -> None:
+def test_each_kind_of_element_is_run_once() -> None:
     lengths, results = lengths_run(aten._foreach_sqrt.default, on_meta(3, 4, 3, 3, 4))
     assert lengths == [2]
     assert [result.shape for result in results] == [(3,), (4,), (3,), (3,), (4,)]
     assert len({result.untyped_storage()._cdata for result in results}) == 5
 
 
-def test_a_kind_is_what_stands_in_all_the_lists() -> None:
+def test_a_kind_combines_the_elements_of_all_lists() -> None:
     half = on_meta(3, dtype=torch.float16)
     assert lengths_run(aten._foreach_mul.List, on_meta(3, 3, 3), on_meta(3, 3) + half)[0] == [2]
-    numbers = [0.5, 2, 0.25]  # of which only the types matter
+    numbers = [0.5, 2, 0.25]  # only their types matter
     assert lengths_run(aten._foreach_add_.ScalarList, on_meta(3, 3, 3), numbers) == ([2], None)
 
 
@@ -54,7 +54,7 @@ def test_a_kind_is_what_stands_in_all_the_lists() -> None:
         (aten._foreach_sqrt.default, ()),
     ],
 )
-def test_what_is_not_for_all_alike_is_run_whole(func: Any, others: tuple[Any, ...]) -> None:
+def test_operators_that_mix_elements_run_on_whole_lists(func: Any, others: tuple[Any, ...]) -> None:
     elements = on_meta(3, 3) if others else on_meta(3, 4)
     assert lengths_run(func, elements, *others)[0] == [2]
 

@@ -1,4 +1,4 @@
-"""Tensors that somebody asked for on ``meta``: they hold no CUDA memory, and say so."""
+"""The user's own ``meta`` tensors: they hold no CUDA memory, and ``is_meta`` is true."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def number_of_meta(module: nn.Module) -> int:
         lambda x: x.new_tensor([1.0], device="meta"),
     ],
 )
-def test_what_is_asked_for_on_meta_takes_no_memory(make: Callable[[torch.Tensor], Any]) -> None:
+def test_tensors_made_on_meta_take_no_memory(make: Callable[[torch.Tensor], Any]) -> None:
     with simulate("T4") as gpu:
         x = torch.ones(256, device="cuda")
         made = make(x)
@@ -48,7 +48,7 @@ def test_what_is_asked_for_on_meta_takes_no_memory(make: Callable[[torch.Tensor]
         assert gpu.allocated == 1024
 
 
-def test_a_tensor_that_moves_to_meta_gives_its_block_back_with_the_last_reference() -> None:
+def test_a_tensor_moved_to_meta_frees_its_block_with_the_last_reference() -> None:
     with simulate("T4") as gpu:
         x = torch.ones(256, device="cuda")
         moved = x.to("meta")
@@ -104,7 +104,7 @@ def test_parameters_are_registered_on_meta_as_accelerate_does() -> None:
         assert gpu.allocated == 0
 
 
-def test_meta_and_cuda_tensors_change_places() -> None:
+def test_data_of_meta_and_cuda_tensors_can_be_swapped() -> None:
     with simulate("T4") as gpu:
         one, other = torch.ones(256, device="cuda"), torch.ones(256, device="meta")
         torch.utils.swap_tensors(one, other)
@@ -131,7 +131,7 @@ def test_a_meta_tensor_has_no_data_to_copy(read: Callable[[torch.Tensor], Any]) 
     assert str(caught.value) == NO_DATA
 
 
-def test_a_meta_tensor_from_before_the_simulation_stays_one() -> None:
+def test_a_meta_tensor_from_before_the_simulation_stays_on_meta() -> None:
     with simulate("T4") as gpu:
         assert (ELSEWHERE + 1).is_meta
         assert (ELSEWHERE @ ELSEWHERE).is_meta
@@ -141,7 +141,7 @@ def test_a_meta_tensor_from_before_the_simulation_stays_one() -> None:
             torch.ones(4, 4, device="cuda") + ELSEWHERE
 
 
-def test_a_meta_tensor_of_the_same_shape_is_told_from_a_cuda_tensor_seen_before() -> None:
+def test_a_remembered_cuda_shape_does_not_apply_to_a_meta_tensor() -> None:
     with simulate("T4") as gpu:
         x = torch.ones(4, 4, device="cuda")
         assert (x + 1).is_cuda
@@ -171,7 +171,7 @@ def test_a_model_trains_on_meta_beside_one_on_the_gpu() -> None:
         assert gpu.peak_allocated == before
 
 
-def test_under_vmap_a_cuda_tensor_says_so() -> None:
+def test_is_cuda_is_true_under_vmap() -> None:
     with simulate("T4"):
         seen: list[bool] = []
 
@@ -183,8 +183,8 @@ def test_under_vmap_a_cuda_tensor_says_so() -> None:
         assert seen == [True]
 
 
-def test_a_number_of_an_operator_is_where_its_tensors_are() -> None:
-    """``quantile`` makes a tensor of its number, and others of that: ATen/native/Sorting.cpp."""
+def test_a_number_argument_becomes_a_tensor_on_the_inputs_device() -> None:
+    """``quantile`` makes a tensor of its number and computes with it: ATen/native/Sorting.cpp."""
     with simulate("T4"):
         x = torch.randn(4096, device="cuda")
         assert torch.quantile(x, 0.5).is_cuda

@@ -1,4 +1,4 @@
-"""CPU tensors beside a simulated GPU: gradients that come to the host, and what nobody knows."""
+"""CPU tensors beside a simulated GPU: gradients that come to the host, and unknown values."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ BYTES = 4 * FLOATS
 
 
 def events(gpu: SimulatedRun) -> list[int]:
-    """Bytes allocated, and as negative numbers bytes freed, of tensors of ``BYTES``."""
+    """Return the bytes allocated, and below zero those freed, of tensors of ``BYTES``."""
     signs = {"alloc": 1, "free_completed": -1}
     signed = [signs.get(entry.action, 0) * entry.size for entry in gpu.trace]
     return [size for size in signed if abs(size) == BYTES]
 
 
-def test_a_gradient_comes_back_to_the_host() -> None:
+def test_a_gradient_is_copied_back_to_the_host() -> None:
     with simulate("T4") as gpu:
         x = torch.rand(FLOATS, requires_grad=True)
         (x.cuda() * 2).sum().backward()
-        # The copy, which a product with a number does not keep, and the product, which a sum does
-        # not keep; then the gradient of the copy.
+        # The copy, which mul by a number does not save, and the product, which sum does not save;
+        # then the gradient of the copy.
         assert events(gpu) == [BYTES, BYTES, -BYTES, -BYTES, BYTES, -BYTES]
         assert x.grad is not None
         assert (x.grad.device.type, x.grad.shape, x.grad.is_leaf) == ("cpu", x.shape, True)
@@ -43,7 +43,7 @@ def test_a_gradient_comes_back_to_the_host() -> None:
             x.grad.tolist()
 
 
-def test_known_gradients_are_known_on_the_host_too() -> None:
+def test_known_gradients_stay_known_on_the_host() -> None:
     with simulate("T4"):
         x = torch.rand(8, requires_grad=True)
         for _ in range(2):
@@ -53,7 +53,7 @@ def test_known_gradients_are_known_on_the_host_too() -> None:
 
 
 class Offloaded(torch.autograd.Function):
-    """A copy to the GPU with a backward of its own."""
+    """A custom autograd function that copies to the GPU."""
 
     @staticmethod
     def forward(context: Any, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ ROADS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("real_values", [False, True])
 @pytest.mark.parametrize("road", ROADS)
-def test_every_way_from_a_cpu_leaf_to_the_gpu_has_a_way_back(road: str, real_values: bool) -> None:
+def test_every_copy_of_a_cpu_leaf_to_a_gpu_has_a_gradient(road: str, real_values: bool) -> None:
     start = torch.linspace(-1, 1, FLOATS)
     with simulate("T4", real_values=real_values) as gpu:
         x = start.clone().requires_grad_()
@@ -103,7 +103,7 @@ def test_every_way_from_a_cpu_leaf_to_the_gpu_has_a_way_back(road: str, real_val
         assert torch.allclose(x.grad, start.exp() * (start + 1), atol=1e-6)
 
 
-def test_a_loss_on_the_host_sends_its_gradient_to_the_gpu() -> None:
+def test_the_gradient_of_a_loss_on_the_host_reaches_the_gpu() -> None:
     with simulate("T4") as gpu:
         w = torch.rand(FLOATS, device="cuda", requires_grad=True)
         w.cpu().sum().backward()
@@ -113,7 +113,7 @@ def test_a_loss_on_the_host_sends_its_gradient_to_the_gpu() -> None:
         assert events(gpu) == [BYTES, BYTES]
 
 
-def test_a_layer_on_the_host_behind_one_on_the_gpu() -> None:
+def test_a_layer_on_the_host_follows_one_on_the_gpu() -> None:
     with simulate("T4"):
         first, second = nn.Linear(8, 512).cuda(), nn.Linear(512, 64)
         second(first(torch.rand(16, 8, device="cuda")).cpu()).square().mean().backward()
@@ -125,7 +125,7 @@ def test_a_layer_on_the_host_behind_one_on_the_gpu() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_parameters_that_live_on_the_host_are_stepped_there(kind: Any, how: Any) -> None:
+def test_parameters_on_the_host_are_updated_on_the_host(kind: Any, how: Any) -> None:
     with simulate("T4", torch_version="2.6") as gpu:
         layer = nn.Linear(80, 80)
         optimizer = kind(layer.parameters(), lr=0.1, **how)
@@ -143,7 +143,7 @@ def test_parameters_that_live_on_the_host_are_stepped_there(kind: Any, how: Any)
             layer.weight.tolist()
 
 
-def test_second_derivatives_and_gradients_that_are_asked_for() -> None:
+def test_autograd_grad_returns_first_and_second_derivatives() -> None:
     with simulate("T4"):
         x = torch.rand(FLOATS, requires_grad=True)
         (first,) = torch.autograd.grad(x.cuda().pow(3).sum(), x, create_graph=True)
@@ -152,7 +152,7 @@ def test_second_derivatives_and_gradients_that_are_asked_for() -> None:
         assert first.requires_grad
 
 
-def test_saved_tensors_wait_on_the_host() -> None:
+def test_save_on_cpu_keeps_saved_tensors_on_the_host() -> None:
     with simulate("T4") as gpu:
         w = torch.rand(FLOATS, device="cuda", requires_grad=True)
         with save_on_cpu():
@@ -196,14 +196,14 @@ def test_an_assigned_gradient_has_to_be_where_its_tensor_is() -> None:
         lambda y: (y > 0).all().item(),
     ],
 )
-def test_what_nobody_knows_is_not_read(read: Callable[[Tensor], Any]) -> None:
+def test_unknown_values_on_the_host_are_not_read(read: Callable[[Tensor], Any]) -> None:
     with simulate("T4"):
         y = torch.rand(8, device="cuda").cpu()
         with pytest.raises((UnknownValueError, UnsupportedOperatorError, RuntimeError)):
             read(y)
 
 
-def test_what_is_made_of_its_shape_alone_is_known() -> None:
+def test_results_that_depend_on_shape_alone_are_known() -> None:
     with simulate("T4"):
         y = torch.rand(4, device="cuda").cpu()
         assert torch.zeros_like(y).tolist() == [0.0] * 4
@@ -212,7 +212,7 @@ def test_what_is_made_of_its_shape_alone_is_known() -> None:
         assert copy.deepcopy(y).shape == y.shape
 
 
-def test_a_number_of_the_host_may_stand_beside_tensors_of_the_gpu() -> None:
+def test_a_scalar_tensor_of_the_host_combines_with_gpu_tensors() -> None:
     with simulate("T4"):
         x = torch.rand(4, device="cuda")
         assert (x * x.sum().cpu()).is_cuda
@@ -220,7 +220,7 @@ def test_a_number_of_the_host_may_stand_beside_tensors_of_the_gpu() -> None:
             x.zero_().add_(x.exp().cpu().sum() * torch.rand((), device="cuda").cpu()).tolist()
 
 
-def test_running_statistics_on_the_host_are_lost_with_their_input() -> None:
+def test_running_statistics_become_unknown_with_an_unknown_input() -> None:
     with simulate("T4"):
         mean, scale = torch.zeros(4), torch.ones(4)
         F.batch_norm(torch.rand(8, 4, device="cuda").cpu(), mean, scale, training=True)
@@ -228,7 +228,7 @@ def test_running_statistics_on_the_host_are_lost_with_their_input() -> None:
             mean.tolist()
 
 
-def test_after_the_simulation_nothing_looks_like_a_result() -> None:
+def test_after_the_simulation_unknown_values_are_nan_or_int_min() -> None:
     with simulate("T4"):
         small = torch.rand(8, device="cuda").cpu()
         large = torch.rand(100_000, device="cuda").cpu()

@@ -1,4 +1,4 @@
-"""Shapes remembered: what is made again must be what the operator would have returned."""
+"""Remembered shapes: a result made from memory must equal the operator's own result."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def describe(value: Any) -> Any:
         lambda x: F.conv2d(x.view(1, 1, 4, 6), x[:2, :2].reshape(1, 1, 2, 2)),
     ],
 )
-def test_the_second_result_looks_like_the_first_and_like_the_cpus(
+def test_a_remembered_result_has_the_layout_of_the_cpus_result(
     compute: Callable[[torch.Tensor], Any],
 ) -> None:
     with simulate("T4") as gpu:
@@ -65,7 +65,7 @@ def test_the_second_result_looks_like_the_first_and_like_the_cpus(
     assert without_device(describe(on_cpu)) == without_device(describe(second))
 
 
-def test_arguments_that_compare_equal_are_told_apart_by_type() -> None:
+def test_equal_arguments_of_different_types_are_told_apart() -> None:
     with simulate("T4"):
         x = torch.ones(3, dtype=torch.int64, device="cuda")
         assert (x + 1).dtype == torch.int64
@@ -73,7 +73,7 @@ def test_arguments_that_compare_equal_are_told_apart_by_type() -> None:
         assert (x + True).dtype == torch.int64
 
 
-def test_default_dtype_is_part_of_the_question() -> None:
+def test_the_default_dtype_is_part_of_the_key() -> None:
     with simulate("T4"):
         x = torch.ones(3, dtype=torch.int64, device="cuda")
         assert (x / 2).dtype == torch.float32
@@ -106,7 +106,7 @@ def test_in_place_operators_return_their_own_tensor() -> None:
         lambda x: x.as_strided_((2,), (1,)),
     ],
 )
-def test_what_changes_a_tensors_own_shape_does_so_every_time(
+def test_operators_that_change_a_tensors_shape_are_always_run(
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     expected = describe(change(torch.ones(1, 6)))[:3]
@@ -115,7 +115,7 @@ def test_what_changes_a_tensors_own_shape_does_so_every_time(
             assert describe(change(torch.ones(1, 6, device="cuda").abs()))[:3] == expected
 
 
-def test_cpu_tensors_are_written_every_time() -> None:
+def test_writes_to_cpu_tensors_are_always_run() -> None:
     with simulate("T4"):
         x = [torch.zeros(2), torch.zeros(3)]
         for _ in range(3):
@@ -123,7 +123,7 @@ def test_cpu_tensors_are_written_every_time() -> None:
         assert x[1].tolist() == [3.0, 3.0, 3.0]
 
 
-def test_memory_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "MOST_SHAPES", 5)
     known: dict[Any, Any] = {}
     monkeypatch.setattr(shapes, "_everywhere", known)
@@ -136,7 +136,7 @@ def test_memory_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operators that are run for what they return, nothing being known at first."""
+    """Return the names of the operators that are run, beginning with an empty memory of shapes."""
     names: list[str] = []
     kernel = Runner.run
 
@@ -149,14 +149,14 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_the_next_machine_knows_what_torchs_own_operators_return(run: list[str]) -> None:
+def test_the_next_simulation_knows_the_shapes_of_torchs_operators(run: list[str]) -> None:
     for _ in range(2):
         with simulate("T4"):
             assert torch.ones(4, 6, device="cuda").sum(0).shape == (6,)
     assert run.count("sum") == 1
 
 
-def test_with_another_torch_they_are_asked_again(run: list[str]) -> None:
+def test_shapes_are_remembered_by_release(run: list[str]) -> None:
     for version in ("2.6", "2.13"):
         with simulate("T4", torch_version=version):
             torch.ones(4, 6, device="cuda").sum(0)
@@ -173,7 +173,7 @@ def test_with_another_torch_they_are_asked_again(run: list[str]) -> None:
         ("randn", lambda x: torch.randn(x.shape, device=x.device)),
     ],
 )
-def test_what_is_made_like_a_tensor_is_made_again(
+def test_results_of_factories_like_a_tensor_are_remembered(
     run: list[str], name: str, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     of_the_cpu = describe(make(torch.ones(2, 3, 4, 5)))[:3]
@@ -198,7 +198,7 @@ BY_ELEMENT: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
 SIZES = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 
 
-def test_what_is_known_of_other_sizes_is_what_the_operator_returns() -> None:
+def test_shapes_derived_from_other_sizes_equal_the_operators_results() -> None:
     with simulate("T4"):
         _known_of_any_size()
 
@@ -223,7 +223,7 @@ def _known_of_any_size(data: st.DataObject) -> None:
     assert by_what_is_known == by_kernels
 
 
-def test_tensors_of_the_host_are_described_by_their_place_where_they_are_numbers() -> None:
+def test_scalar_tensors_of_the_host_are_keyed_by_device() -> None:
     shapes_of = Shapes(Storages(), lambda tensor: "cpu")
     add = torch.ops.aten.add.Tensor
     number, _ = shapes_of.find(add, (torch.ones(()), 2), {})
@@ -231,7 +231,7 @@ def test_tensors_of_the_host_are_described_by_their_place_where_they_are_numbers
     assert shapes_of.find(add, (torch.ones(3), 2), {}) == (None, NEW)  # its values may decide
 
 
-def test_two_results_of_each_element_are_two() -> None:
+def test_an_operator_with_two_results_returns_both() -> None:
     with simulate("T4"):
         for size in ((3,), (4, 5)):
             found = torch.frexp(torch.ones(size, device="cuda"))
@@ -241,14 +241,14 @@ def test_two_results_of_each_element_are_two() -> None:
             ]
 
 
-def test_complex_tensors_are_run_each_time() -> None:
+def test_operators_on_complex_tensors_are_always_run() -> None:
     with simulate("T4"):
         x = torch.ones(4, dtype=torch.complex64, device="cuda")
         assert (x.conj() * x).dtype == torch.complex64
         assert (x * x).shape == (4,)
 
 
-def test_numbers_of_foreach_operators_are_told_apart_by_type_alone(
+def test_numbers_of_foreach_operators_are_keyed_by_type_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     learned: list[Any] = []

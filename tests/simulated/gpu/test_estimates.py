@@ -1,4 +1,4 @@
-"""Bytes of an estimated size are counted, and the reports say so."""
+"""Estimated sizes: their bytes at the peak are counted for the reports' note."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_gpumem.simulated.gpu.estimates import Estimates
 
 
 class Device:
-    """Allocated bytes and their peak."""
+    """A counter of allocated bytes and their peak."""
 
     def __init__(self) -> None:
         self.allocated = self.peak_allocated = 0
@@ -32,7 +32,7 @@ class Device:
             self.estimates.freed(nbytes)
 
 
-def test_only_what_is_live_at_the_peak_counts() -> None:
+def test_only_estimates_that_are_live_at_the_peak_count() -> None:
     device = Device()
     device.take(100)
     device.take(30, estimated=True)
@@ -48,7 +48,7 @@ def test_only_what_is_live_at_the_peak_counts() -> None:
     assert device.estimates.in_peak == 5
 
 
-def test_a_peak_before_the_first_estimate_has_none() -> None:
+def test_a_peak_before_the_first_estimate_has_no_estimated_bytes() -> None:
     device = Device()
     device.take(100)
     device.give(50)
@@ -56,14 +56,14 @@ def test_a_peak_before_the_first_estimate_has_none() -> None:
     assert device.estimates.in_peak == 0
 
 
-def test_peaks_may_be_reset_meanwhile() -> None:
+def test_estimates_follow_a_peak_that_is_reset() -> None:
     device = Device()
     device.take(100)
     device.take(10, estimated=True)
     device.give(10, estimated=True)
     device.peak_allocated = device.allocated
     device.take(4, estimated=True)
-    assert device.estimates.in_peak == 10  # the highest of all, of before
+    assert device.estimates.in_peak == 10  # of the highest peak, before the reset
     device.estimates.clear()
     device.take(1)
     assert device.estimates.in_peak == 4
@@ -99,7 +99,7 @@ def test_reserve_of_a_recurrent_layer_lives_as_long_as_its_graph() -> None:
         assert gpu.estimated == 0
 
 
-def test_what_is_not_measured_leaves_no_sentence() -> None:
+def test_unmeasured_estimates_leave_no_note() -> None:
     memory: Any = SimpleNamespace(allocated=0, peak_allocated=0)
     estimates = Estimates(memory)
     with estimates.unmeasured():

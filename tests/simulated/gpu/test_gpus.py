@@ -46,7 +46,7 @@ def test_a_model_has_the_capacity_that_torch_prints(name: str) -> None:
 
 
 @pytest.mark.parametrize("model", GPUS.values(), ids=lambda model: model.name)
-def test_both_devices_have_what_a_row_says(model: GpuModel) -> None:
+def test_simulated_and_dry_devices_have_the_properties_of_the_catalogue(model: GpuModel) -> None:
     with simulate(model):
         found = torch.cuda.get_device_properties(0)
     assert (found.name, found.total_memory) == (model.full_name, model.total_memory)
@@ -58,14 +58,14 @@ def test_both_devices_have_what_a_row_says(model: GpuModel) -> None:
     assert int(described["bus"]) % 64 == 0 < int(described["bus"])
 
 
-def test_the_limits_of_each_generation_are_known() -> None:
+def test_every_generation_has_its_limits() -> None:
     assert {gpu.compute_capability[0] for gpu in GPUS.values()} <= {major for major, _ in LIMITS}
 
 
 @pytest.mark.parametrize(
     ("capability", "known"), [((10, 3), (10, 0)), ((8, 8), (8, 7)), ((6, 1), (7, 0))]
 )
-def test_a_model_of_ones_own_has_the_limits_of_the_nearest_capability(
+def test_a_custom_model_has_the_limits_of_the_nearest_capability(
     capability: tuple[int, int], known: tuple[int, int]
 ) -> None:
     model = replace(GPUS["B200"], name="mine", compute_capability=capability)
@@ -80,7 +80,7 @@ def test_the_catalogue_is_read_only() -> None:
         GPUS["T4"] = GPUS["A10"]  # type: ignore[index]  # what must not work
 
 
-def test_names_are_found_without_regard_to_case() -> None:
+def test_names_are_case_insensitive() -> None:
     assert find_gpu("a100-40gb") is GPUS["A100-40GB"]
     assert find_gpu(" Rtx-4090 ") is GPUS["RTX-4090"]
 
@@ -103,7 +103,7 @@ def test_an_unknown_name_gets_the_closest_ones_and_the_list(name: str, suggestio
     )
 
 
-def test_a_name_like_no_other_gets_the_list_alone() -> None:
+def test_an_unknown_name_unlike_any_other_gets_the_list_alone() -> None:
     with pytest.raises(GpuError, match=r"^'Instinct' is not a simulated GPU; known: T4, V100, "):
         find_gpu("Instinct")
 
@@ -124,7 +124,7 @@ def test_a_machine_has_one_or_more_equal_gpus(written: str, name: str, count: in
 
 
 @pytest.mark.parametrize("name", ["T4*", "T4*0", "T4*121", "T4*x", "T4*-1", "T4*2*2", "T4*²"])
-def test_a_number_of_gpus_that_there_is_not(name: str) -> None:
+def test_an_invalid_number_of_gpus_is_refused(name: str) -> None:
     with pytest.raises(GpuError) as error:
         find_machine(name)
     assert str(error.value) == (
@@ -134,7 +134,7 @@ def test_a_number_of_gpus_that_there_is_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [None, 4, ["T4"]])
-def test_what_is_no_name_at_all(name: Any) -> None:
+def test_a_value_that_is_no_name_is_refused(name: Any) -> None:
     with pytest.raises(GpuError) as error:
         find_machine(name)
     assert str(error.value) == f'{name!r} is not a simulated GPU; write a name like "A100-40GB"'

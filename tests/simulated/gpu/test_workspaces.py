@@ -1,4 +1,4 @@
-"""cuBLAS and cuBLASLt workspaces: bytes by version and capability, and when they live."""
+"""cuBLAS and cuBLASLt workspaces: their bytes by release and capability, and their lifetimes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = 32 * MIB
 
 
 class Memory:
-    """Records what is allocated and freed, in order."""
+    """An allocator that records allocations and frees in order."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -63,7 +63,7 @@ def workspaces(
         ((2, 15), (8, 9), SMALL),
     ],
 )
-def test_default_size_depends_on_release_and_capability(
+def test_the_default_size_depends_on_release_and_capability(
     version: tuple[int, int], capability: tuple[int, int], expected: int
 ) -> None:
     assert default_workspace_bytes(version, capability) == expected
@@ -141,7 +141,7 @@ def test_first_lt_call(version: tuple[int, int], expected: list[tuple[str, int]]
     assert memory.events == expected
 
 
-def test_second_lt_call_takes_only_temporaries() -> None:
+def test_a_second_lt_call_allocates_only_temporaries() -> None:
     for version, expected in (((2, 6), [("alloc", MIB), ("free", MIB)]), ((2, 10), [])):
         memory = Memory()
         live = workspaces(memory, version)
@@ -159,7 +159,7 @@ def test_since_2_15_every_gemm_takes_and_returns_a_workspace() -> None:
     assert memory.events == [("alloc", SMALL), ("free", SMALL)] * 2
 
 
-def test_2_15_with_its_cache_on_behaves_like_2_14(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_2_15_with_its_cache_on_behaves_like_2_14(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
     memory = Memory()
     live = workspaces(memory, (2, 15))
@@ -168,7 +168,7 @@ def test_2_15_with_its_cache_on_behaves_like_2_14(monkeypatch: pytest.MonkeyPatc
     assert memory.events == [("alloc", SMALL)]
 
 
-def test_2_8_unified_workspace_is_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_2_8_unifies_workspaces_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
     memory = Memory()
     workspaces(memory, (2, 8)).gemm_lt()
@@ -176,7 +176,7 @@ def test_2_8_unified_workspace_is_a_switch(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("version", [(2, 12), (2, 13), (2, 14)])
-def test_a_workspace_that_is_off_is_off_for_lt_that_shares_it(version: tuple[int, int]) -> None:
+def test_a_workspace_of_zero_bytes_is_zero_for_a_sharing_lt_too(version: tuple[int, int]) -> None:
     memory = Memory()
     live = workspaces(memory, version, config=":0:0")
     live.gemm()
@@ -217,7 +217,7 @@ def test_lts_size_is_read_once_up_to_2_7_and_since_2_13(
 @pytest.mark.parametrize(
     ("text", "expected"), [(" 2048 KiB", 2 * MIB), ("+16", 16_384), ("x", MIB), ("9" * 12, MIB)]
 )
-def test_lts_size_is_read_as_stoi_reads(
+def test_lts_size_is_parsed_as_by_stoi(
     monkeypatch: pytest.MonkeyPatch, text: str, expected: int
 ) -> None:
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", text)
@@ -236,7 +236,7 @@ def test_lts_size_is_read_as_stoi_reads(
         ((2, 15), "1", [MIB]),
     ],
 )
-def test_the_switch_that_unifies_workspaces_by_release(
+def test_unified_workspaces_depend_on_release_and_variable(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], flag: str, expected: list[int]
 ) -> None:
     monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", flag)
@@ -245,14 +245,14 @@ def test_the_switch_that_unifies_workspaces_by_release(
     assert [size for kind, size in memory.events if kind == "alloc"] == expected
 
 
-def test_2_11_bounds_lts_own_workspace_by_the_one_that_it_does_not_share() -> None:
+def test_torch_2_11_bounds_lts_own_workspace_by_cublass() -> None:
     for version, expected in (((2, 10), MIB), ((2, 11), 16_384)):
         memory = Memory()
         workspaces(memory, version, config=":16:1").gemm_lt()
         assert memory.events == [("alloc", 16_384), ("alloc", expected)]
 
 
-def test_a_larger_workspace_takes_the_place_of_the_smaller_once_it_is_there() -> None:
+def test_a_larger_workspace_is_allocated_before_the_smaller_is_freed() -> None:
     """setWorkspaceForHandle since 2.13: the new one is allocated before the old one goes."""
     memory = Memory()
     live = workspaces(memory, (2, 13), config=":16:1")
@@ -271,7 +271,7 @@ def allocated_by_a_product() -> int:
     return torch.cuda.memory_allocated() - before - 512 * (y is not None)
 
 
-def test_a_config_that_is_set_while_the_simulation_runs_counts(
+def test_a_config_set_during_the_simulation_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """test_cublas_workspace_explicit_allocation of PyTorch 2.6."""
@@ -283,7 +283,7 @@ def test_a_config_that_is_set_while_the_simulation_runs_counts(
             assert allocated_by_a_product() == expected
 
 
-def test_a_simulation_that_was_told_the_config_does_not_look(
+def test_a_simulation_with_its_own_config_ignores_the_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with simulate("T4", torch_version="2.6", cublas_workspace_config=":16:2"):
@@ -297,12 +297,12 @@ needs_setters = pytest.mark.skipif(
 
 
 @needs_setters
-def test_sizes_are_asked_for_and_set_through_torch() -> None:
+def test_torch_backends_cuda_returns_and_sets_sizes() -> None:
     cuda = torch.backends.cuda
     with simulate("T4*2", torch_version="2.13"):
         assert (cuda.cublas_workspace_size(), cuda.cublaslt_workspace_size()) == (SMALL, MIB)
         assert cuda.cublas_workspace_size(65_536) == 65_536
-        # Lt may share it, so it is told no more than there is.
+        # Lt may share the workspace, so its size is no larger.
         assert cuda.cublaslt_workspace_size() == 65_536
         assert allocated_by_a_product() == 65_536
         torch.cuda.set_device(1)
@@ -318,7 +318,7 @@ def test_sizes_are_asked_for_and_set_through_torch() -> None:
 
 
 @needs_setters
-def test_a_size_that_was_set_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_set_through_torch_overrides_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:1")
     with simulate("T4", torch_version="2.13"):
         assert torch.backends.cuda.cublas_workspace_size() == 16_384
@@ -326,7 +326,7 @@ def test_a_size_that_was_set_goes_before_the_environment(monkeypatch: pytest.Mon
         assert allocated_by_a_product() == 0
 
 
-def test_since_2_15_the_handle_alone_takes_nothing() -> None:
+def test_since_2_15_creating_the_handle_allocates_nothing() -> None:
     """The public handle uses the library's own workspace unless ATen's are cached."""
     for version, expected in (("2.14", SMALL), ("2.15", 0)):
         with simulate("T4", torch_version=version) as gpu:

@@ -15,10 +15,10 @@ Operation = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def message(operation: Operation, other: str, **options: Any) -> str:
-    """The error of ``operation`` on a CUDA tensor and one of the device ``other``."""
+    """Return the error of ``operation`` on a CUDA tensor and one of the device ``other``."""
     with simulate("T4", **options):
         cuda = torch.ones(4, 4, device="cuda")
-        with pytest.raises(Exception) as caught:  # the caller looks at its text
+        with pytest.raises(Exception) as caught:  # the caller compares its text
             operation(cuda, torch.ones(4, 4, device=other))
     return str(caught.value)
 
@@ -66,7 +66,7 @@ def test_a_tensor_on_the_host_is_named_by_its_argument(operation: Operation, arg
         ),
     ],
 )
-def test_some_operators_have_words_of_their_own(operation: Operation, text: str) -> None:
+def test_some_operators_have_their_own_error_messages(operation: Operation, text: str) -> None:
     assert message(operation, "cpu") == text
 
 
@@ -87,7 +87,7 @@ def test_some_operators_have_words_of_their_own(operation: Operation, text: str)
     ],
 )
 @pytest.mark.parametrize("real_values", [False, True])
-def test_numbers_indices_and_copies_of_the_host_are_allowed(
+def test_host_scalars_indices_and_copies_are_allowed(
     operation: Operation, real_values: bool
 ) -> None:
     with simulate("T4", real_values=real_values):
@@ -120,7 +120,7 @@ def test_meta_tensors_are_refused_beside_cuda_tensors(
     assert "meta" in found
 
 
-def test_what_was_refused_is_refused_again_and_leaves_no_memory() -> None:
+def test_a_repeated_refusal_leaves_no_memory_allocated() -> None:
     with simulate("T4") as gpu:
         x, y = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
         assert (x @ x).is_cuda
@@ -155,9 +155,7 @@ def test_what_was_refused_is_refused_again_and_leaves_no_memory() -> None:
         ),
     ],
 )
-def test_operators_that_combine_types_say_which(
-    operation: Callable[[torch.Tensor], Any], text: str
-) -> None:
+def test_errors_about_dtypes_name_both(operation: Callable[[torch.Tensor], Any], text: str) -> None:
     with simulate("T4"), pytest.raises(RuntimeError) as caught:
         operation(torch.ones(4, 4, device="cuda"))
     assert str(caught.value) == text
@@ -175,10 +173,10 @@ def test_operators_that_combine_types_say_which(
         (lambda x: x.float().mul_(1j), "ComplexFloat", "Float"),
     ],
 )
-def test_results_are_not_written_to_a_lower_type(
+def test_an_out_argument_of_a_lower_dtype_is_refused(
     write: Callable[[torch.Tensor], Any], given: str, result: str
 ) -> None:
-    """As the dry device says, torch 2.15; meta kernels of torch accept the second one."""
+    """Errors of the dry device with torch 2.15; torch's meta kernels accept the second call."""
     text = f"result type {given} can't be cast to the desired output type {result}"
     with simulate("T4"):
         for _ in range(2):
@@ -186,7 +184,7 @@ def test_results_are_not_written_to_a_lower_type(
                 write(torch.ones(4, 4, device="cuda", dtype=torch.int64))
 
 
-def test_results_are_written_to_a_higher_type() -> None:
+def test_an_out_argument_of_a_higher_dtype_is_accepted() -> None:
     with simulate("T4"):
         whole = torch.ones(4, device="cuda", dtype=torch.int64)
         torch.frexp(torch.ones(4, device="cuda"), out=(whole.float(), whole.int()))

@@ -1,4 +1,4 @@
-"""Searches for infinities and NaN in numbers that are not computed."""
+"""Searches for infinities and NaN in unknown values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SEARCHES: list[tuple[Callable[[Tensor], Any], bool]] = [
 
 @pytest.mark.parametrize("rows", [3, 3000])
 @pytest.mark.parametrize(("search", "expected"), SEARCHES)
-def test_unknown_numbers_are_taken_for_finite(
+def test_unknown_values_are_assumed_finite(
     search: Callable[[Tensor], Any], expected: bool, rows: int
 ) -> None:
     with simulate("T4") as gpu:
@@ -64,7 +64,7 @@ def test_unknown_numbers_are_taken_for_finite(
 
 
 @pytest.mark.parametrize(("search", "expected"), SEARCHES)
-def test_a_search_allocates_what_it_does_where_values_are_computed(
+def test_a_search_allocates_as_with_real_values(
     search: Callable[[Tensor], Any], expected: bool
 ) -> None:
     def events(real_values: bool) -> list[Any]:
@@ -88,7 +88,7 @@ def test_a_search_allocates_what_it_does_where_values_are_computed(
         lambda x: torch.isnan(x).any() & (x > 0).any() | (x > 1).any(),
     ],
 )
-def test_what_the_program_makes_infinite_is_not_taken_for_finite(
+def test_values_that_the_program_makes_infinite_are_unknown(
     search: Callable[[Tensor], Any],
 ) -> None:
     with simulate("T4"):
@@ -97,7 +97,7 @@ def test_what_the_program_makes_infinite_is_not_taken_for_finite(
             bool(search(x))
 
 
-def test_a_search_that_nobody_reads_says_nothing() -> None:
+def test_a_search_whose_result_is_not_read_leaves_no_note() -> None:
     with simulate("T4") as gpu:
         x = torch.rand(300, 3000, device="cuda")
         torch.where(torch.isnan(x), 0.0, x)
@@ -106,8 +106,8 @@ def test_a_search_that_nobody_reads_says_nothing() -> None:
         assert gpu.notes == ()
 
 
-def test_what_a_mask_hides_leaves_gradients_finite() -> None:
-    # A mask of booleans becomes one of minus infinities, which the kernel's backward is given too.
+def test_gradients_of_masked_attention_are_finite() -> None:
+    # A boolean mask becomes one of minus infinities, an argument of the kernel's backward too.
     with simulate("T4"):
         x = torch.rand(2, 8, 64, 64, device="cuda", requires_grad=True)
         hidden = torch.rand(64, 64, device="cuda") > 0.5
@@ -117,7 +117,7 @@ def test_what_a_mask_hides_leaves_gradients_finite() -> None:
 
 
 def test_a_running_maximum_may_begin_at_minus_infinity() -> None:
-    # As softmax in parts does, and its sums.
+    # An online softmax does so, with its sums.
     with simulate("T4"):
         scores = torch.rand(2, 3000, 300, device="cuda").unbind()
         highest = torch.full((3000,), -math.inf, device="cuda")
@@ -130,7 +130,7 @@ def test_a_running_maximum_may_begin_at_minus_infinity() -> None:
         assert torch.isfinite(highest + total.log()).all()
 
 
-def test_what_is_compared_with_an_infinity_is_a_plain_condition() -> None:
+def test_a_comparison_with_an_infinity_is_an_ordinary_condition() -> None:
     with simulate("T4"):
         x = torch.rand(3000, 300, device="cuda")
         hidden = x.masked_fill(x > 0.9, -math.inf) > 0
@@ -147,7 +147,7 @@ def test_a_loop_that_waits_for_an_infinity_ends(monkeypatch: pytest.MonkeyPatch)
                 pass
 
 
-def test_what_is_written_over_a_mask_is_not_known_any_more() -> None:
+def test_a_mask_that_is_overwritten_becomes_unknown() -> None:
     with simulate("T4"):
         x = torch.rand(300, 3000, device="cuda")
         mask = torch.isnan(x)
@@ -156,7 +156,7 @@ def test_what_is_written_over_a_mask_is_not_known_any_more() -> None:
             bool(mask.any())
 
 
-def test_real_values_are_looked_at() -> None:
+def test_real_values_are_searched() -> None:
     with simulate("T4", real_values=True) as gpu:
         x = torch.rand(300, 3000, device="cuda")
         x[7, 7] = math.nan
@@ -165,7 +165,7 @@ def test_real_values_are_looked_at() -> None:
         assert gpu.notes == ()
 
 
-def test_sparse_numbers_of_the_host_are_added() -> None:
+def test_sparse_tensors_of_the_host_are_added() -> None:
     with simulate("A100-40GB"):
         assert torch.full((2,), math.inf, device="cuda").shape == (2,)
         weight = torch.ones(1)

@@ -1,4 +1,4 @@
-"""Workers of a DataLoader, which are forked off a simulation and have no GPU."""
+"""Workers of a DataLoader, forked from a simulating process: they have no GPU."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ pytestmark = [
     pytest.mark.skipif(
         multiprocessing.get_start_method() != "fork", reason="processes are not forked here"
     ),
-    # What a real process pool does: the interpreter warns that other threads do not come along.
+    # A real process pool warns too: the interpreter does not copy other threads into a fork.
     pytest.mark.filterwarnings("ignore:This process"),
 ]
 
 
 @pytest.fixture(autouse=True)
 def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader whose queue the collector found first waits so long for workers that nobody told."""
+    """Shorten the wait for workers of a loader whose queue was collected before the loader."""
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
 
 
 class Made(Dataset[Tensor]):
-    """Items that are made where they are asked for."""
+    """A dataset whose items are made on a given device."""
 
     def __init__(self, device: Any = None) -> None:
         self.device = device
@@ -70,12 +70,12 @@ def test_workers_load_for_the_gpu() -> None:
     ],
     ids=["unknown", "known", "made"],
 )
-def test_cuda_in_a_worker_is_torchs_error(dataset: Any) -> None:
+def test_cuda_in_a_worker_raises_torchs_error(dataset: Any) -> None:
     with simulate("T4"), pytest.raises(RuntimeError, match=IN_CHILD):
         list(DataLoader(dataset(), batch_size=2, num_workers=1))
 
 
-def test_values_that_nobody_knows_are_not_read_in_a_worker() -> None:
+def test_unknown_values_are_not_read_in_a_worker() -> None:
     with simulate("T4"):
         dataset = TensorDataset(torch.rand(4, 3, device="cuda").cpu())
         with pytest.raises(RuntimeError, match=r"a forked process.*\(num_workers=0\)"):
@@ -111,7 +111,7 @@ with simulate("T4"):
 """
 
 
-def test_the_thread_of_a_workers_queue_imports_no_compilers(tmp_path: Path) -> None:
+def test_the_queue_thread_of_a_worker_imports_no_compilers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(HAS_COMPILERS)
     ran = subprocess.run(
@@ -121,5 +121,5 @@ def test_the_thread_of_a_workers_queue_imports_no_compilers(tmp_path: Path) -> N
         text=True,
         check=False,
     )
-    # The first item is on its way by then: a worker takes seconds to import them.
+    # The first item is sent before: a worker takes seconds to import them.
     assert ran.stdout == "[False, False, False]\n", ran.stderr

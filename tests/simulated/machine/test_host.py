@@ -1,4 +1,4 @@
-"""How much memory the machine that simulates has left."""
+"""Available memory of the machine that runs the simulation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def write(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def test_what_the_system_says_is_available(tmp_path: Path) -> None:
+def test_available_memory_is_read_from_the_system(tmp_path: Path) -> None:
     write(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2048 kB\n"})
 
     assert available_memory(tmp_path) == 2048 * 1024
 
 
-def test_a_container_may_have_less(tmp_path: Path) -> None:
+def test_a_container_may_have_less_memory_than_the_system(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -37,7 +37,7 @@ def test_a_container_may_have_less(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == 600_000
 
 
-def test_a_container_without_a_limit_has_what_the_system_has(tmp_path: Path) -> None:
+def test_a_container_without_a_limit_has_the_systems_memory(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -50,7 +50,7 @@ def test_a_container_without_a_limit_has_what_the_system_has(tmp_path: Path) -> 
     assert available_memory(tmp_path) == 2048 * 1024
 
 
-def test_a_system_without_such_files_is_asked(
+def test_psutil_is_asked_on_a_system_without_these_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 << 30))

@@ -1,4 +1,4 @@
-"""Numbers of autograd's nodes: each thread of a GPU's process counts for itself."""
+"""Sequence numbers of autograd's nodes: with a GPU each thread has its own counter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_gpumem.simulated.machine.machine import Numbering
 
 
 class Counter:
-    """The one thread of a simulation, which makes nodes of the program and of backward passes."""
+    """A counter of the one thread that makes nodes in the program and in backward passes."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -25,7 +25,7 @@ class Counter:
         return self.value
 
 
-def test_nodes_of_a_pass_go_where_a_thread_of_their_own_counts_them(
+def test_nodes_of_a_pass_have_numbers_of_a_thread_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # On a GPU the program's thread makes nodes 0 to 3, the GPU's 0 to 2; then they make node 4 and
@@ -59,7 +59,7 @@ def test_nodes_of_a_gradient_run_after_those_of_the_program() -> None:
         assert node._sequence_nr() < loss.grad_fn._sequence_nr()
 
 
-def test_numbers_stay_where_no_graph_is_asked_for() -> None:
+def test_numbers_are_unchanged_without_create_graph() -> None:
     with simulate("A100-40GB"):
         x = torch.ones(8, device="cuda", requires_grad=True)
         y = x.exp()

@@ -1,4 +1,4 @@
-"""Integers that nobody computed: printed and decoded, and nothing else."""
+"""Placeholders of integers that are not computed: they can be printed and decoded alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = re.escape(Path(__file__).name)
 
 
 @pytest.mark.parametrize("read", ["tolist()", "numpy()"])
-def test_integers_that_are_printed_are_noted(read: str) -> None:
+def test_printing_a_placeholder_leaves_a_note(read: str) -> None:
     with simulate("T4") as gpu:
         tokens = torch.randint(9, (2, 3), device="cuda")
         rows = tokens.tolist() if read == "tolist()" else tokens.cpu().numpy()
@@ -58,7 +58,7 @@ def test_integers_that_are_printed_are_noted(read: str) -> None:
         lambda number: number / 2 == 0,
     ],
 )
-def test_nothing_is_decided_or_looked_up_by_them(use: Callable[[Any], Any]) -> None:
+def test_conditions_and_lookups_by_a_placeholder_are_refused(use: Callable[[Any], Any]) -> None:
     with simulate("T4"):
         number = torch.randint(9, (3,), device="cuda").tolist()[0]
         with pytest.raises(UnknownValueError, match=rf" at .*{HERE}:\d+ depends on a value"):
@@ -74,7 +74,7 @@ def test_nothing_is_decided_or_looked_up_by_them(use: Callable[[Any], Any]) -> N
         lambda numbers: torch.from_numpy(np.array(numbers)),
     ],
 )
-def test_nothing_is_made_of_them(use: Callable[[list[Any]], Any]) -> None:
+def test_tensors_and_arrays_of_placeholders_are_refused(use: Callable[[list[Any]], Any]) -> None:
     with simulate("T4"):
         numbers = torch.randint(9, (3,), device="cuda").tolist()
         with pytest.raises((TypeError, RuntimeError), match=r"PlaceholderInt|object_"):
@@ -89,7 +89,7 @@ def test_conditions_and_real_numbers_are_refused() -> None:
                 tensor.tolist()
 
 
-def test_decoders_make_text_of_them() -> None:
+def test_tokenizers_decode_placeholders() -> None:
     source = "def decode(tokens): return bytes([token.__index__() for token in tokens])"
     module: dict[str, Any] = {"__name__": "tiktoken.core"}
     exec(source, module)
@@ -97,7 +97,7 @@ def test_decoders_make_text_of_them() -> None:
         assert module["decode"](torch.randint(9, (3,), device="cuda").tolist()) == b"\0\0\0"
 
 
-def test_known_integers_are_themselves() -> None:
+def test_known_integers_are_plain_integers() -> None:
     with simulate("T4") as gpu:
         assert torch.arange(3, device="cuda").tolist() == [0, 1, 2]
         assert torch.arange(3, device="cuda").cpu().numpy().dtype == np.int64
@@ -105,7 +105,7 @@ def test_known_integers_are_themselves() -> None:
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_a_log_that_is_written_as_json_says_zero(indent: int | None) -> None:
+def test_json_writes_a_placeholder_as_zero(indent: int | None) -> None:
     with simulate("T4"):
         loss = torch.randn(4, device="cuda").sum().item()
         assert json.loads(json.dumps({"loss": loss}, indent=indent)) == {"loss": 0.0}

@@ -1,4 +1,4 @@
-"""What random integers can be is known although nobody draws them: a loss may count its labels."""
+"""Ranges of random integers are known without values: a loss may check its labels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGE = 100_000
         (lambda x: (torch.cat([x, x + 0, x][::2]) != -1).sum(), 2 * LARGE),
     ],
 )
-def test_comparisons_with_what_it_cannot_be_are_known(
+def test_comparisons_outside_of_the_range_are_known(
     question: Callable[[Tensor], Tensor], answer: int
 ) -> None:
     with simulate("T4") as gpu:
@@ -38,7 +38,7 @@ def test_comparisons_with_what_it_cannot_be_are_known(
         assert gpu.notes == ()
 
 
-def test_the_least_may_be_given() -> None:
+def test_randint_may_have_a_lower_bound() -> None:
     with simulate("T4"):
         x = torch.randint(3, 10, (LARGE,), device="cuda")
         assert (x > 2).all().item()
@@ -64,7 +64,7 @@ def put(x: Tensor) -> Tensor:
         lambda x: x.masked_fill(torch.rand(LARGE, device="cuda") < 0.5, -3),
     ],
 )
-def test_what_is_written_or_computed_may_be_anything(change: Callable[[Tensor], Tensor]) -> None:
+def test_a_computed_or_overwritten_tensor_has_no_range(change: Callable[[Tensor], Tensor]) -> None:
     with simulate("T4"):
         x = change(torch.randint(10, (LARGE,), device="cuda"))
         with pytest.raises(UnknownValueError):
@@ -91,7 +91,7 @@ def test_the_result_of_a_comparison_is_known_until_it_is_written_to(
             mask.all().item()
 
 
-def test_where_one_of_equal_elements_was_found_is_not_known() -> None:
+def test_the_index_of_one_of_equal_elements_is_unknown() -> None:
     with simulate("T4"):
         mask = torch.randint(10, (10, LARGE), device="cuda") >= 0
         found = mask.max(dim=1)
@@ -100,19 +100,19 @@ def test_where_one_of_equal_elements_was_found_is_not_known() -> None:
             assert (found.indices == 1).all()
 
 
-def test_what_it_can_be_is_not_taken_for_granted() -> None:
+def test_comparisons_inside_of_the_range_are_unknown() -> None:
     with simulate("T4"):
         x = torch.randint(10, (LARGE,), device="cuda")
         with pytest.raises(UnknownValueError):
             (x == 4).any().item()
 
 
-def test_a_narrower_type_wraps() -> None:
+def test_a_conversion_to_a_narrower_dtype_wraps() -> None:
     with simulate("T4"), pytest.raises(UnknownValueError):
         (torch.randint(1000, (LARGE,), device="cuda").to(torch.int8) < 0).any().item()
 
 
-def test_with_real_values_they_are_counted() -> None:
+def test_real_values_of_random_integers_are_compared() -> None:
     with simulate("T4", real_values=True):
         x = torch.randint(10, (LARGE,), device="cuda")
         assert 0 < (x == 4).sum().item() < LARGE

@@ -1,4 +1,4 @@
-"""What a simulated GPU computes where it computes at all: the same as the CPU, and never else."""
+"""Real values of a simulated GPU equal the CPU's, and known values equal real ones."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def flat(values: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_real_values_are_those_of_the_cpu(program: Program) -> None:
+def test_real_values_equal_those_of_the_cpu(program: Program) -> None:
     expected = flat(program("cpu"))
     with simulate("A100-40GB", real_values=True) as gpu:
         found = flat(program("cuda"))
@@ -185,7 +185,7 @@ def test_real_values_are_those_of_the_cpu(program: Program) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_is_known_without_them_is_the_same(program: Program) -> None:
+def test_known_values_equal_those_of_the_cpu(program: Program) -> None:
     expected = flat(program("cpu"))
     with simulate("A100-40GB"):
         found = flat(program("cuda"))
@@ -198,7 +198,7 @@ def test_what_is_known_without_them_is_the_same(program: Program) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_values_change_no_allocation(program: Program) -> None:
+def test_real_values_change_no_allocation(program: Program) -> None:
     def events(real_values: bool) -> list[Any]:
         with simulate("A100-40GB", real_values=real_values) as gpu:
             results = program("cuda")
@@ -212,7 +212,7 @@ def test_values_change_no_allocation(program: Program) -> None:
     ("gpu", "dtype"),
     [("A100-40GB", torch.float32), ("A100-40GB", torch.bfloat16), ("H100", torch.bfloat16)],
 )
-def test_attention_drops_the_same_in_both_directions(gpu: str, dtype: torch.dtype) -> None:
+def test_attention_drops_the_same_weights_in_both_passes(gpu: str, dtype: torch.dtype) -> None:
     # Three kernels: efficient, flash and cuDNN's.
     with simulate(gpu, torch_version="2.13", real_values=True):
         q, k, v, gradient = (
@@ -240,7 +240,7 @@ def test_a_mask_of_another_shape_is_refused(real_values: bool) -> None:
             x[:, mask[:, 0]]
 
 
-def test_random_numbers_are_the_devices_own() -> None:
+def test_random_numbers_come_from_the_devices_generator() -> None:
     torch.manual_seed(7)
     on_cpu = torch.rand(3)
     with simulate("T4", real_values=True):
@@ -254,7 +254,7 @@ def test_random_numbers_are_the_devices_own() -> None:
         assert torch.equal(first, torch.randn(3, device="cuda", generator=generator.manual_seed(3)))
 
 
-def test_memory_that_nobody_wrote_to_has_no_values() -> None:
+def test_uninitialised_memory_has_no_values() -> None:
     with simulate("T4", real_values=True):
         x = torch.empty(4, device="cuda")
         with pytest.raises(UnknownValueError):
@@ -279,7 +279,7 @@ def test_a_custom_operator_is_computed_by_its_own_kernel() -> None:
         tripled(torch.arange(3, device="cuda")).sum().item()
 
 
-def test_values_beyond_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_larger_than_the_hosts_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "available_memory", lambda: 100_000)
     with simulate("T4", real_values=True):
         x = torch.rand(10_000, device="cuda")

@@ -1,4 +1,4 @@
-"""A device renewed between tests: what others left cannot change a number."""
+"""A device renewed between tests: memory left by other tests cannot change a measurement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def renew(gpu: SimulatedGPU, *logs: SetupLog) -> None:
         gpu.repeat(log)
 
 
-def test_what_was_set_up_moves_into_the_new_allocator() -> None:
+def test_blocks_of_fixtures_move_into_the_new_allocator() -> None:
     (gpu,) = SimulatedGPU.machine("T4", torch_version="2.6")
     with gpu.active():
         log, model = set_up(gpu)
@@ -42,7 +42,7 @@ def test_what_was_set_up_moves_into_the_new_allocator() -> None:
         assert gpu.allocator.allocated == 0
 
 
-def test_what_died_since_is_not_set_up_again() -> None:
+def test_blocks_freed_since_do_not_move() -> None:
     (gpu,) = SimulatedGPU.machine("T4")
     with gpu.active():
         log, model = set_up(gpu)
@@ -54,7 +54,7 @@ def test_what_died_since_is_not_set_up_again() -> None:
         assert gpu.allocator.allocated == 0
 
 
-def test_an_address_that_somebody_else_has_now_is_not_theirs() -> None:
+def test_a_block_that_was_reused_does_not_move() -> None:
     (gpu,) = SimulatedGPU.machine("T4")
     with gpu.active():
         with gpu.logging() as log:
@@ -82,7 +82,7 @@ def test_a_log_inside_another_keeps_its_own_events() -> None:
         assert c.data_ptr() - a.data_ptr() == 2048
 
 
-def test_renewing_twice_follows_the_blocks() -> None:
+def test_blocks_move_at_every_renewal() -> None:
     (gpu,) = SimulatedGPU.machine("T4")
     with gpu.active():
         log, model = set_up(gpu)
@@ -96,7 +96,7 @@ def test_renewing_twice_follows_the_blocks() -> None:
 
 
 @pytest.mark.parametrize("history", [True, False])
-def test_workspaces_do_not_survive(history: bool) -> None:
+def test_workspaces_do_not_survive_a_renewal(history: bool) -> None:
     (gpu,) = SimulatedGPU.machine("T4", torch_version="2.6")
     gpu.allocator.history = history
     with gpu.active():

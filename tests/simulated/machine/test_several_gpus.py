@@ -1,4 +1,4 @@
-"""A machine with several simulated GPUs: where tensors live, and what each GPU allocates."""
+"""A machine with several simulated GPUs: devices of tensors, and allocations of each GPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_factories_and_moves_name_a_device(device: Any) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_cuda_alone_is_the_current_device() -> None:
+def test_cuda_without_an_index_is_the_current_device() -> None:
     def current() -> set[torch.device]:
         return {torch.zeros(1, device="cuda").device, torch.zeros(1).cuda().device}
 
@@ -89,7 +89,7 @@ def test_cuda_alone_is_the_current_device() -> None:
         assert torch.zeros(1).device == ONE
 
 
-def test_results_live_where_their_inputs_do(gpu: SimulatedRun) -> None:
+def test_results_are_on_the_device_of_their_inputs(gpu: SimulatedRun) -> None:
     x = torch.zeros(1000, 1000, device="cuda:1")
     y = torch.relu(x) + 1
     assert y.device == ONE
@@ -127,7 +127,7 @@ def test_tensors_of_two_gpus_do_not_mix(operation: Callable[..., Any]) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_an_index_of_another_gpu() -> None:
+def test_an_index_on_another_gpu_is_refused() -> None:
     x, index = torch.zeros(3, device="cuda:1"), torch.zeros(2, dtype=torch.long, device="cuda:0")
     with pytest.raises(
         RuntimeError,
@@ -138,7 +138,7 @@ def test_an_index_of_another_gpu() -> None:
     assert x[index.cpu()].device == x[index.to("cuda:1")].device == ONE
 
 
-def test_a_copy_is_allocated_where_it_goes(gpu: SimulatedRun) -> None:
+def test_a_copy_is_allocated_on_its_target_device(gpu: SimulatedRun) -> None:
     x = torch.zeros(1000, device="cuda:0")
     y = x.to("cuda:1")
     assert (x.device, y.device) == (ZERO, ONE)
@@ -153,7 +153,7 @@ def two_halves() -> tuple[nn.Module, nn.Module]:
     return nn.Linear(100, 200).to("cuda:0"), nn.Linear(200, 50).to("cuda:1")
 
 
-def test_a_model_on_two_gpus_byte_by_byte(gpu: SimulatedRun) -> None:
+def test_a_model_on_two_gpus_takes_the_computed_bytes(gpu: SimulatedRun) -> None:
     first, second = two_halves()
     x = torch.randn(8, 100, device="cuda:0")
     with gpu.phase("forward"):
@@ -189,7 +189,7 @@ def test_a_model_on_two_gpus_byte_by_byte(gpu: SimulatedRun) -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("gpu")
-def test_an_optimizer_keeps_its_state_beside_the_parameters(options: dict[str, bool]) -> None:
+def test_optimizer_state_is_on_the_device_of_the_parameters(options: dict[str, bool]) -> None:
     first, second = two_halves()
     parameters = [*first.parameters(), *second.parameters()]
     optimizer = torch.optim.AdamW(parameters, **options)  # type: ignore[arg-type]  # by keyword
@@ -207,7 +207,7 @@ def test_an_optimizer_keeps_its_state_beside_the_parameters(options: dict[str, b
 
 
 @pytest.mark.usefixtures("gpu")
-def test_gradients_return_to_the_device_they_belong_to() -> None:
+def test_gradients_return_to_the_device_of_their_parameters() -> None:
     weight = torch.ones(10, 10, device="cuda:0", requires_grad=True)
     x = torch.ones(4, 10, device="cuda:0")
     here = (x @ weight).sum()
@@ -276,7 +276,7 @@ def test_operators_over_lists_run_device_by_device() -> None:
     assert [tensor.device for tensor in tensors] == expected
 
 
-def test_what_cpp_makes_from_options_alone_follows_its_inputs(gpu: SimulatedRun) -> None:
+def test_tensors_made_in_cpp_are_on_the_device_of_the_inputs(gpu: SimulatedRun) -> None:
     labels = torch.zeros(3, dtype=torch.long, device="cuda:1")
     sequence = torch.zeros(5, 4, device="cuda:1")
     query = torch.zeros(1, 2, 4, 8, device="cuda:1")
@@ -292,7 +292,7 @@ def test_what_cpp_makes_from_options_alone_follows_its_inputs(gpu: SimulatedRun)
     assert allocated(gpu)[0] == 512
 
 
-def test_layers_leave_the_other_gpu_alone(gpu: SimulatedRun) -> None:
+def test_layers_on_one_gpu_allocate_nothing_on_the_other(gpu: SimulatedRun) -> None:
     recurrent = nn.LSTM(8, 8).to("cuda:1")
     recurrent(torch.zeros(5, 2, 8, device="cuda:1"))[0].sum().backward()
     images = nn.Sequential(
@@ -311,7 +311,7 @@ def test_layers_leave_the_other_gpu_alone(gpu: SimulatedRun) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_full_gpu_is_named() -> None:
+def test_an_out_of_memory_error_names_the_full_gpu() -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"GPU 1 has a total capacity of 79\.15 GiB"):
         torch.empty(90 << 30, dtype=torch.uint8, device="cuda:1")
     torch.empty(70 << 30, dtype=torch.uint8, device="cuda:0")
@@ -344,7 +344,7 @@ def test_random_states_are_per_device() -> None:
     ],
 )
 @pytest.mark.usefixtures("gpu")
-def test_what_needs_real_gpus_is_refused_by_name(name: str, use: Callable[..., Any]) -> None:
+def test_functions_of_real_gpus_are_refused_by_name(name: str, use: Callable[..., Any]) -> None:
     with pytest.raises(UnsupportedOperatorError) as error:
         use(nn.Linear(3, 3).cuda())
     place = f"{os.path.relpath(__file__)}:"
@@ -353,7 +353,7 @@ def test_what_needs_real_gpus_is_refused_by_name(name: str, use: Callable[..., A
 
 
 @pytest.mark.usefixtures("gpu")
-def test_cuda_is_the_current_one() -> None:
+def test_torch_device_cuda_is_the_current_gpu() -> None:
     torch.cuda.set_device(1)
     assert torch.tensor([1, 2], device="cuda").device == ONE
     assert torch.zeros(2, device="cuda").device == ONE
@@ -365,15 +365,15 @@ def test_cuda_is_the_current_one() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_data_parallel_on_one_of_them_calls_its_module() -> None:
+def test_data_parallel_on_one_gpu_calls_its_module() -> None:
     model = nn.DataParallel(nn.Linear(3, 3).to("cuda:1"), device_ids=[1])
     assert model(torch.zeros(2, 3, device="cuda:1")).device == ONE
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.filterwarnings("ignore:Using -1 to represent CPU tensor")
-def test_data_parallel_moves_what_it_is_given_to_its_gpu() -> None:
-    """On a stream for copies, with memory of its own, as torch does."""
+def test_data_parallel_moves_its_inputs_to_its_gpu() -> None:
+    """Torch copies on a side stream, whose memory is separate."""
     model = nn.DataParallel(nn.ReLU(), device_ids=[1])
     given = torch.zeros(2, 3, requires_grad=True)
 
@@ -387,7 +387,7 @@ def test_data_parallel_moves_what_it_is_given_to_its_gpu() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_gradients_of_data_parallel_are_gathered_into_a_tensor_of_their_own() -> None:
+def test_data_parallel_gathers_gradients_into_one_new_tensor() -> None:
     model = nn.DataParallel(nn.Linear(256, 1).cuda(), device_ids=[0])
     given = torch.zeros(8, 256, device="cuda", requires_grad=True)
     result = model(given).sum()
@@ -399,7 +399,7 @@ def test_gradients_of_data_parallel_are_gathered_into_a_tensor_of_their_own() ->
     assert torch.cuda.max_memory_allocated() >= before + 2 * gradient.nbytes
 
 
-def test_the_run_of_each_device(gpu: SimulatedRun) -> None:
+def test_each_device_has_its_own_run(gpu: SimulatedRun) -> None:
     torch.zeros(1000, device="cuda:1")
     first, second = gpu.devices
     assert first is gpu
@@ -414,12 +414,12 @@ def test_the_run_of_each_device(gpu: SimulatedRun) -> None:
     assert second.model.name == "A100-80GB"
 
 
-def test_a_device_by_itself_is_one_gpu() -> None:
+def test_a_single_device_is_a_machine_of_one_gpu() -> None:
     with simulate("T4") as gpu:
         assert gpu.devices == (gpu,)
 
 
 @pytest.mark.parametrize("model", [None, 7, "T4*0", "A100"])
-def test_a_machine_that_does_not_exist_is_one_sentence(model: Any) -> None:
+def test_an_unknown_machine_is_refused_in_one_sentence(model: Any) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]+$"), simulate(model):
         pass

@@ -1,4 +1,4 @@
-"""Threads that the code under test starts are on the simulated GPU too."""
+"""Threads that the code under test starts use the simulated GPU too."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_thread_trains_with_a_handle_of_its_own_as_on_a_gpu() -> None:
         assert gpu.allocated == 5 * 512 + 3 * 8_519_680
 
 
-def test_executors_and_asyncio_run_their_tasks_on_it_whenever_their_threads_began() -> None:
+def test_executors_and_asyncio_run_their_tasks_on_the_simulated_gpu() -> None:
     def is_cuda(_: int = 0) -> bool:
         x = torch.ones(4, 4, device="cuda")
         return (x @ x).is_cuda
@@ -109,7 +109,7 @@ def test_many_threads_at_once_leave_a_consistent_allocator() -> None:
         assert gpu.reserved == 0
 
 
-def test_what_a_thread_cannot_run_is_raised_where_it_is_joined() -> None:
+def test_join_raises_the_refusal_of_its_thread() -> None:
     with simulate("T4"):
         thread = threading.Thread(target=lambda: torch.rand(3, device="cuda").tolist())
         thread.start()
@@ -117,7 +117,7 @@ def test_what_a_thread_cannot_run_is_raised_where_it_is_joined() -> None:
             thread.join()
 
 
-def test_what_a_thread_that_nobody_joined_cannot_run_is_raised_in_the_end() -> None:
+def test_the_simulation_raises_refusals_of_unjoined_threads_at_its_end() -> None:
     done = threading.Event()
 
     def work() -> None:
@@ -164,7 +164,7 @@ def test_loaders_bring_pinned_batches(workers: int) -> None:
         assert gpu.peak_allocated in (2048, 4096)
 
 
-def test_threads_are_themselves_again_afterwards() -> None:
+def test_threading_is_restored_after_the_simulation() -> None:
     before = (threading.Thread.start, threading.Thread.join, ThreadPoolExecutor.submit)
     with simulate("T4"):
         in_thread(lambda: None)

@@ -19,7 +19,7 @@ from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorEr
 HERE = re.escape(Path(__file__).name)
 
 
-def test_item_of_an_unknown_float_is_zero_and_said_once_per_line() -> None:
+def test_item_of_an_unknown_float_is_zero_and_noted_once_per_line() -> None:
     with simulate("T4") as gpu:
         loss = torch.rand(3, device="cuda").mean()
         for _ in range(3):
@@ -55,7 +55,7 @@ def test_item_of_an_unknown_float_is_zero_and_said_once_per_line() -> None:
         lambda x: torch.testing.assert_close(x.cpu(), torch.ones(3)),
     ],
 )
-def test_other_reads_are_refused_naming_the_line(read: Callable[[torch.Tensor], Any]) -> None:
+def test_other_reads_are_refused_with_their_line(read: Callable[[torch.Tensor], Any]) -> None:
     with simulate("T4"):
         x = torch.rand(3, device="cuda")
         with pytest.raises(UnknownValueError, match=rf"{HERE}:\d+.* only shapes are computed$"):
@@ -78,7 +78,7 @@ def test_other_reads_are_refused_naming_the_line(read: Callable[[torch.Tensor], 
         lambda number: range(round(number)),
     ],
 )
-def test_nothing_is_decided_by_a_neutral_number(use: Callable[[float], Any]) -> None:
+def test_conditions_on_a_neutral_number_are_refused(use: Callable[[float], Any]) -> None:
     with simulate("T4"):
         number = torch.rand((), device="cuda").item()
         with pytest.raises(
@@ -87,7 +87,7 @@ def test_nothing_is_decided_by_a_neutral_number(use: Callable[[float], Any]) -> 
             use(number)
 
 
-def test_tensors_are_computed_with_a_neutral_number() -> None:
+def test_a_neutral_number_combines_with_tensors() -> None:
     with simulate("T4"):
         number = torch.rand((), device="cuda").item()
         assert (number * torch.ones(2)).tolist() == [0.0, 0.0]
@@ -153,7 +153,7 @@ def test_a_list_of_indices_is_a_tensor_on_the_device() -> None:
         assert x[:, [-1, 0]].tolist() == [[2, 0], [5, 3]]
         assert x[[1]].tolist() == [[3, 4, 5]]
         assert gpu.allocated == before
-        # The indices, and then what they choose.
+        # The indices, and then the selected elements.
         sizes = [event.size for event in gpu.trace if event.action == "alloc"]
         assert sizes[-4:] == [16, 32, 8, 24]
 
@@ -185,7 +185,7 @@ def test_printing_shows_known_values() -> None:
         (lambda x: x.set_(torch.full((2,), 4.0, device="cuda")), [4, 4]),
     ],
 )
-def test_writing_known_values_is_followed(
+def test_writes_of_known_values_are_followed(
     write: Callable[[torch.Tensor], Any], expected: list[float]
 ) -> None:
     with simulate("T4"):
@@ -214,7 +214,7 @@ def test_writing_known_values_is_followed(
                                        is_first_step=False),
     ],
 )  # fmt: skip
-def test_writing_unknown_values_is_not_missed(
+def test_writes_of_unknown_values_make_a_tensor_unknown(
     write: Callable[[torch.Tensor, torch.Tensor], Any],
 ) -> None:
     with simulate("T4"):
@@ -224,7 +224,7 @@ def test_writing_unknown_values_is_not_missed(
             x.tolist()
 
 
-def test_running_statistics_are_forgotten_where_the_input_is_unknown() -> None:
+def test_running_statistics_become_unknown_with_an_unknown_input() -> None:
     for dimensions, layer in ((2, nn.BatchNorm1d(3)), (4, nn.BatchNorm2d(3))):
         with simulate("T4"):
             layer.cuda()
@@ -235,7 +235,7 @@ def test_running_statistics_are_forgotten_where_the_input_is_unknown() -> None:
                 statistics["running_mean"].tolist()
 
 
-def test_values_die_with_their_storage() -> None:
+def test_known_values_are_dropped_with_their_storage() -> None:
     with simulate("T4"):
         for _ in range(50):
             torch.arange(4, device="cuda")
@@ -264,7 +264,7 @@ def test_results_are_written_to_tensors_that_grow(call: Any, made: Any) -> None:
         assert out.flatten()[-1] == 511
 
 
-def test_large_tensors_are_not_computed() -> None:
+def test_values_of_large_tensors_are_not_computed() -> None:
     with simulate("T4"):
         for x in (torch.ones(4097).cuda(), torch.ones(65_537, dtype=torch.long, device="cuda")):
             with pytest.raises(UnknownValueError):
@@ -302,7 +302,7 @@ def test_cpu_memory_into_which_unknown_values_are_copied_is_unknown() -> None:
         shared = np.ones(8, dtype=np.float32)
         y = torch.from_numpy(shared)
         y.copy_(x)
-        assert np.isnan(shared).all()  # nobody sees who reads that
+        assert np.isnan(shared).all()  # reads of it cannot be seen
         total = torch.zeros(8).add_(y)
         for unknown in (y, y[2:4], y + 1, y.sum(), total, y.cuda()):
             with pytest.raises(UnknownValueError, match=rf"tolist\(\) at .*{HERE}:\d+"):
@@ -328,7 +328,7 @@ def test_an_optimizer_on_the_cpu_steps_with_gradients_of_the_gpu() -> None:
             weight.tolist()
 
 
-def test_arguments_that_torch_validates_are_taken_for_valid(
+def test_unknown_arguments_that_torch_validates_are_assumed_valid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # torch.compile turns validation off for the rest of the process.
@@ -345,12 +345,12 @@ def test_arguments_that_torch_validates_are_taken_for_valid(
             "gaussian_nll_loss looked for negative variances, which are not computed: none was "
             "found",
         ]
-        # What is known is validated.
+        # Known values are validated.
         with pytest.raises(ValueError, match="to satisfy the constraint"):
             torch.distributions.Normal(torch.zeros(3, device="cuda"), -torch.ones(3, device="cuda"))
 
 
-def test_a_condition_in_torchs_own_code_is_named() -> None:
+def test_a_condition_in_torchs_own_code_is_refused_by_name() -> None:
     with simulate("T4"):
         weight = torch.rand(100, 100, device="cuda", requires_grad=True)
         optimizer = torch.optim.LBFGS([weight])
@@ -377,7 +377,7 @@ def test_a_model_moved_to_the_host_frees_its_memory() -> None:
         assert gpu.allocated == 64 * 64 * 4 + 512
 
 
-def test_gradient_scaler_steps() -> None:
+def test_a_gradient_scaler_steps_without_values() -> None:
     with simulate("T4"):
         model = nn.Linear(8, 8).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -421,7 +421,9 @@ def test_an_operator_without_shapes_is_named() -> None:
         lambda x: torch.export.export(nn.Linear(3, 3).cuda(), (x,)),
     ],
 )
-def test_what_needs_a_real_device_is_refused_by_name(run: Callable[[torch.Tensor], Any]) -> None:
+def test_functions_of_a_device_are_refused_by_name(
+    run: Callable[[torch.Tensor], Any],
+) -> None:
     with simulate("T4"), pytest.raises(UnsupportedOperatorError, match=rf"{HERE}:\d+ needs a real"):
         run(torch.ones(1, 3, device="cuda"))
 
@@ -435,12 +437,12 @@ def test_a_custom_operator_without_shapes_is_named() -> None:
         double(torch.ones(3, device="cuda"))
 
 
-def test_repeats_known_only_by_value_are_refused() -> None:
+def test_unknown_repeats_are_refused() -> None:
     with simulate("T4"), pytest.raises(UnknownValueError, match="repeat_interleave"):
         torch.ones(3, device="cuda").repeat_interleave(torch.rand(3, device="cuda").long())
 
 
-def test_notes_do_not_grow_without_end() -> None:
+def test_the_number_of_notes_is_bounded() -> None:
     with simulate("T4") as gpu:
         simulation_note = gpu._gpu.simulation.note
         for number in range(1000):
@@ -448,7 +450,7 @@ def test_notes_do_not_grow_without_end() -> None:
         assert len(gpu.notes) == 20
 
 
-def test_one_number_repeated_by_the_million_is_computed_with_and_no_more() -> None:
+def test_expanded_tensors_are_computed_up_to_a_size() -> None:
     with simulate("T4"):
         one = torch.ones(1, dtype=torch.int64, device="cuda")
         assert one.expand(1 << 20).sum().item() == 1 << 20

@@ -1,4 +1,4 @@
-"""How long computing takes at the least: counted as what is computed, whatever else runs."""
+"""Lower bound of the time that computing takes, from operation counts and the CPU's speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_gpumem.simulated.machine.values import work
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``counted(step)``: the operations of floating point that ``step()`` asks for."""
+    """Return ``counted(step)``: the floating-point operations of ``step()``."""
     monkeypatch.setattr(work, "speed", lambda dtype: 1.0)
 
     def count(step: Any) -> float:
@@ -29,7 +29,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(("groups", "per_output"), [(1, 16), (4, 4), (16, 1)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_gradient_of_a_convolution_is_as_much_as_the_convolution(
+def test_each_gradient_of_a_convolution_counts_as_the_convolution(
     counted: Any, groups: int, per_output: int, transposed: bool
 ) -> None:
     kind = nn.ConvTranspose1d if transposed else nn.Conv1d
@@ -46,7 +46,7 @@ def test_a_gradient_of_a_convolution_is_as_much_as_the_convolution(
     assert counted(lambda: step(backward=True)) == 3 * once
 
 
-def test_the_speed_is_that_of_all_threads_by_one_thread_s_own_time(
+def test_the_speed_is_one_threads_cpu_time_scaled_to_all_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []
@@ -54,7 +54,7 @@ def test_the_speed_is_that_of_all_threads_by_one_thread_s_own_time(
 
     def waiting(*args: Any) -> Any:
         seen.append(torch.get_num_threads())
-        time.sleep(0.2)  # as if others had the processor meanwhile
+        time.sleep(0.2)  # as on a processor that is shared
         return multiply(*args)
 
     monkeypatch.setattr(torch, "mm", waiting)
@@ -66,10 +66,10 @@ def test_the_speed_is_that_of_all_threads_by_one_thread_s_own_time(
     spent = time.thread_time() - started
     assert set(seen) == {1}
     assert torch.get_num_threads() == threads
-    # Three products in what the thread has computed, and not in 0.6 s.
+    # Three products in the thread's CPU time, not in 0.6 s of wall time.
     assert speed >= threads * 2 * 512**3 / max(spent, 1e-9)
     assert speed > threads * 2 * 512**3 / 0.2
 
 
-def test_numbers_of_8_bits_are_as_fast_as_those_they_are_computed_in() -> None:
+def test_float8_has_the_speed_of_the_dtype_that_computes_it() -> None:
     assert work.speed(torch.float8_e4m3fn) == work.speed(torch.float32)

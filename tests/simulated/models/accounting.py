@@ -1,4 +1,4 @@
-"""What a model's parameters, gradients and optimizer state take, by the sizes of its tensors."""
+"""Checks of a model's parameters, gradients and optimizer state against its tensors' sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Inputs = dict[str, torch.Tensor]
 
 
 def blocks(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the blocks behind ``tensors``, each storage once, rounded up to 512."""
+    """Return the bytes of the blocks behind ``tensors``: each storage once, rounded up to 512."""
     storages = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
     }
@@ -24,7 +24,7 @@ def blocks(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def assert_holds(gpu: Any, *parts: int) -> None:
-    """Live blocks are ``parts``, once garbage and the libraries' workspaces are gone."""
+    """Check that live blocks sum to ``parts`` without garbage and libraries' workspaces."""
     torch._C._cuda_clearCublasWorkspaces()
     if gpu.allocated != sum(parts):
         gc.collect()  # takes longer than all the rest
@@ -32,7 +32,7 @@ def assert_holds(gpu: Any, *parts: int) -> None:
 
 
 def on_gpu() -> Any:
-    """A large GPU whose blocks are never larger than their rounded size."""
+    """Simulate a large GPU whose blocks are never larger than their rounded size."""
     return simulate("A100-80GB", alloc_conf="expandable_segments:True")
 
 
@@ -44,7 +44,7 @@ def account_for_training(
     autocast: bool = False,
     kept: int = 0,
 ) -> tuple[int, int]:
-    """Train two steps with AdamW and check every part; returns forward's and the step's peak.
+    """Train two steps with AdamW and check every part; return forward's and the step's peak.
 
     The first forward leaves ``kept`` bytes, which torch never frees.
     """

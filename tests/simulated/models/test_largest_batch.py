@@ -1,4 +1,4 @@
-"""The largest batch of a real model on every GPU there is: it runs, the next one does not."""
+"""The largest batch of a real model on every simulated GPU: it runs, the next one does not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMBERS = 124_439_808 - 10 * 7_087_872
 
 
 def gpt2_step() -> Step:
-    """Train the one GPT-2 of the first call, of two layers: its samples' logits are the most."""
+    """Return a training step of a two-layer GPT-2, whose memory is mostly logits."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers = pytest.importorskip("transformers")
@@ -46,7 +46,7 @@ def gpt2_step() -> Step:
 
 
 def runs(step: Step, gpu: str, *batches: int) -> bool:
-    """Run ``batches`` on a GPU of their own, each with what the ones before it have left."""
+    """Run ``batches`` one after the other on a new GPU; return whether all fit."""
     with simulate(gpu), unfilled():
         for batch in batches:
             gc.collect()
@@ -60,18 +60,18 @@ def runs(step: Step, gpu: str, *batches: int) -> bool:
 
 
 @pytest.mark.parametrize("gpu", sorted(GPUS)[::4])
-def test_alexnet(gpu: str) -> None:
+def test_the_largest_batch_of_alexnet_is_exact(gpu: str) -> None:
     fit = fit_batch(train_alexnet, [256, 512, 1024], gpu=gpu)
     assert fit.largest is not None
     assert runs(train_alexnet, gpu, fit.largest)
     assert not runs(train_alexnet, gpu, fit.largest + 1)
-    # Adam's peak hides the samples of small batches; of large ones each takes some 4 MiB.
+    # Small batches stay below Adam's peak; each sample of a large one takes some 4 MiB.
     assert 3.5 * 2**20 < (fit.total_memory - 1.2 * GIB) / fit.largest < 6 * 2**20
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("gpu", sorted(GPUS)[1::2])
-def test_gpt2(gpu: str) -> None:
+def test_the_largest_batch_of_gpt2_is_exact(gpu: str) -> None:
     fit = fit_batch(gpt2_step(), [1, 2, 4], gpu=gpu)
     assert fit.largest is not None
     assert runs(gpt2_step(), gpu, 1, fit.largest)

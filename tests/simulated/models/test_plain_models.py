@@ -58,7 +58,7 @@ def test_classifiers_of_images(make: Callable[[], nn.Module], autocast: bool) ->
 
 
 @pytest.mark.parametrize("name", ["resnet50", "vgg16", "mobilenet_v2", "convnext_tiny"])
-def test_parameters_of_real_classifiers(name: str) -> None:
+def test_classifiers_have_the_parameters_of_torchvision(name: str) -> None:
     with on_gpu() as gpu, torch.device("cuda"):
         model = vision.MODELS[name]()
         elements = sum(parameter.numel() for parameter in model.parameters())
@@ -67,7 +67,7 @@ def test_parameters_of_real_classifiers(name: str) -> None:
 
 
 class LanguageModel(nn.Module):
-    """Words through an LSTM of two layers; embedding and output share a table."""
+    """An LSTM of two layers over tokens; embedding and output share a weight."""
 
     def __init__(self, words: int = 1000, width: int = 64) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_recurrent_language_model() -> None:
 
 
 class Denoiser(nn.Module):
-    """The loss of a U-Net that finds the noise in an image."""
+    """A U-Net that predicts the noise in an image, with its loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trainers of libraries, at real size and with their defaults: they look at values and go on."""
+"""Trainers of libraries, at real size and with their defaults, which read unknown values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def llama(**sizes: int) -> Any:
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens, as labels too."""
+    """A dataset of tokens, which are the labels too."""
 
     def __len__(self) -> int:
         return 16
@@ -91,9 +91,7 @@ def tokenizer() -> Any:
 
 
 @pytest.mark.parametrize("method", ["SFT", "DPO"])
-def test_fine_tuning_with_trl_goes_on_without_values(
-    method: str, arguments: dict[str, Any]
-) -> None:
+def test_fine_tuning_with_trl_runs_without_values(method: str, arguments: dict[str, Any]) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     texts = {"SFT": {"text": ["hello world yes"] * 16}}
     texts["DPO"] = {"prompt": ["hello"] * 16, "chosen": ["yes"] * 16, "rejected": ["no"] * 16}

@@ -1,4 +1,4 @@
-"""What the tests of operators read: the bytes a piece of code allocated and freed."""
+"""Fixtures that read the bytes that a piece of code allocated and freed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_gpumem import simulate
 
 
 class Watched:
-    """A simulated GPU whose events can be read piece by piece."""
+    """A simulated GPU with the events since the last read."""
 
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
@@ -26,7 +26,7 @@ class Watched:
         return [signs[entry.action] * entry.size for entry in new if entry.action in signs]
 
     def of(self, call: Callable[[], Any]) -> list[int]:
-        """The events of ``call()`` while its result lives."""
+        """Return the events of ``call()`` while its result lives."""
         self.events()
         result = call()
         events = self.events()
@@ -38,7 +38,7 @@ class Watched:
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``on("A100-40GB", "2.6")``: a watched GPU, active until the test ends.
 
-    Workspaces of cuBLAS stay, which 2.15 does only where it is told so.
+    cuBLAS keeps its workspaces, which torch 2.15 does only with its cache enabled.
     """
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
     contexts: list[Any] = []

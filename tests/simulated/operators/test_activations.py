@@ -20,7 +20,7 @@ def test_backward_allocates_its_output_alone(on: Any, kind: type[nn.Module]) -> 
     assert gpu.of(lambda: torch.autograd.grad(y, x, gradient)) == [BYTES]
 
 
-def test_a_learnt_slope_has_a_gradient_of_full_size_that_is_summed(on: Any) -> None:
+def test_the_gradient_of_a_learnt_slope_is_summed_from_full_size(on: Any) -> None:
     gpu = on()
     layer = nn.PReLU().cuda()
     x = torch.ones(1000, device="cuda", requires_grad=True)
@@ -34,7 +34,7 @@ def test_a_learnt_slope_has_a_gradient_of_full_size_that_is_summed(on: Any) -> N
 
 
 @pytest.mark.parametrize("kind", [nn.SiLU, nn.Mish])
-def test_second_derivatives_are_composed(on: Any, kind: type[nn.Module]) -> None:
+def test_second_derivatives_run_composite_formulas(on: Any, kind: type[nn.Module]) -> None:
     on()
     x = torch.ones(1000, device="cuda", requires_grad=True)
     (first,) = torch.autograd.grad(kind()(x).sum(), x, create_graph=True)

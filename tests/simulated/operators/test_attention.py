@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention takes CUDA's kernel and allocates what that kernel does."""
+"""scaled_dot_product_attention chooses CUDA's kernel and makes its allocations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def kernel_of(output: torch.Tensor) -> str:
         ("H100", "2.11", torch.bfloat16, "Cudnn"),
     ],
 )
-def test_kernel_by_gpu_version_and_dtype(
+def test_the_kernel_depends_on_gpu_release_and_dtype(
     on: Any, model: str, version: str, dtype: torch.dtype, kernel: str
 ) -> None:
     on(model, version)
@@ -64,7 +64,7 @@ def test_kernel_by_gpu_version_and_dtype(
         ("H100", "2.15", 64, 0.125, "Cudnn"),
     ],
 )
-def test_heads_and_dropouts_of_cudnn(
+def test_cudnn_is_chosen_by_head_size_and_dropout(
     on: Any, model: str, version: str, size: int, dropout: float, kernel: str
 ) -> None:
     on(model, version)
@@ -72,19 +72,19 @@ def test_heads_and_dropouts_of_cudnn(
     assert kernel_of(output) == kernel
 
 
-def test_mask_rules_out_flash(on: Any) -> None:
+def test_a_mask_rules_out_flash(on: Any) -> None:
     on()
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda")
     assert kernel_of(attend(*inputs(torch.bfloat16), attn_mask=mask)) == "Efficient"
 
 
-def test_large_heads_cannot_train_on_consumer_gpus(on: Any) -> None:
+def test_large_heads_train_without_flash_on_consumer_gpus(on: Any) -> None:
     on("RTX-4090", "2.6")
     assert kernel_of(attend(*inputs(torch.bfloat16, size=224))) == "Efficient"
     assert kernel_of(attend(*inputs(torch.bfloat16, size=192))) == "Flash"
 
 
-def test_switches_are_obeyed(on: Any) -> None:
+def test_sdpa_kernel_selects_the_kernel(on: Any) -> None:
     on()
     with sdpa_kernel(SDPBackend.MATH):
         assert kernel_of(attend(*inputs(torch.bfloat16))) == "math"
@@ -128,7 +128,7 @@ def test_short_queries_split_the_keys(on: Any) -> None:
     assert events == [1024, 32, 16 * 8 * 4, 16 * 8 * 64 * 4, -16 * 8 * 4, -16 * 8 * 64 * 4, -32]
 
 
-def test_efficient_backward_as_recorded(on: Any) -> None:
+def test_the_efficient_backward_has_the_recorded_events(on: Any) -> None:
     # cranberrii/ftcourse: 64 heads in all, 500 queries, heads of 64, float32.
     gpu = on("A100-40GB", "2.6")
     q, k, v = inputs(torch.float32, length=500, heads=32)
@@ -144,7 +144,7 @@ def test_efficient_backward_as_recorded(on: Any) -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="varlen_attn is newer")
-def test_flash_backward_of_packed_sequences_keeps_128_rows_between_them(on: Any) -> None:
+def test_packed_sequences_are_128_rows_apart_in_flash_backward(on: Any) -> None:
     from torch.nn.attention.varlen import varlen_attn
 
     gpu = on()
@@ -187,7 +187,7 @@ def test_efficient_backward_takes_the_first_kernel_that_fits(
         assert gpu.peak_allocated == peak
 
 
-def test_math_road_materialises_the_scores(on: Any) -> None:
+def test_the_math_kernel_materialises_the_scores(on: Any) -> None:
     gpu = on("A100-40GB", "2.6")
     q, k, v = (tensor.detach() for tensor in inputs(torch.float64))
     scores = BATCH * HEADS * LENGTH * LENGTH * 8
@@ -202,9 +202,7 @@ def test_heads_of_odd_size_are_padded(on: Any) -> None:
 
 
 @pytest.mark.parametrize(("model", "products"), [("A100-40GB", 0), ("T4", 0), ("V100-32GB", 3)])
-def test_wide_heads_keep_their_products_in_float_before_turing(
-    on: Any, model: str, products: int
-) -> None:
+def test_wide_heads_have_float32_products_before_turing(on: Any, model: str, products: int) -> None:
     # As torch's own code allocates on the dry device.
     gpu = on(model)
     q, k, v = inputs(torch.float16, size=256, length=150)
@@ -269,7 +267,7 @@ def test_efficient_backward_of_groups_sums_gradients_per_head_of_queries(on: Any
     ]  # fmt: skip
 
 
-def test_efficient_backward_copies_a_gradient_that_is_not_laid_out_by_length(on: Any) -> None:
+def test_efficient_backward_copies_a_gradient_of_another_layout(on: Any) -> None:
     gpu = on("A100-40GB", "2.6")
     output = attend(*inputs(torch.float32))
     matrix = BATCH * LENGTH * HEADS * SIZE * 4
@@ -279,7 +277,7 @@ def test_efficient_backward_copies_a_gradient_that_is_not_laid_out_by_length(on:
     assert copied == gpu.of(lambda: output.backward(by_length)).count(matrix) + 1
 
 
-def test_sums_of_groups_above_2_gib_are_added_up_in_float32(on: Any) -> None:
+def test_sums_of_groups_above_2_gib_are_accumulated_in_float32(on: Any) -> None:
     gpu = on("A100-80GB", "2.14")
     shape: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     query = torch.randn(64, 8448, 32, 64, **shape).transpose(1, 2)
@@ -292,7 +290,7 @@ def test_sums_of_groups_above_2_gib_are_added_up_in_float32(on: Any) -> None:
 
 
 @pytest.mark.parametrize(("version", "random"), [("2.13", []), ("2.14", [8, 8])])
-def test_efficient_attention_without_dropout_has_its_random_state_on_the_device_since_2_14(
+def test_efficient_attention_has_gpu_random_state_without_dropout_since_2_14(
     on: Any, version: str, random: list[int]
 ) -> None:
     """The events of torch 2.15.0+cu132 on an A100; with dropout there is none in any release."""
@@ -331,13 +329,13 @@ def test_three_dimensions_are_a_batch_of_one_since_2_14(
     out = attend(query, key, value)
     gradient = torch.ones_like(out)
     events = gpu.of(lambda: out.backward(gradient))
-    # Gradients of what was scaled; that of keys is copied to their layout behind their batch.
+    # Gradients of the scaled tensors; that of keys is then copied to the layout of the keys.
     copied, scaled = [keys, -keys], [queries, -queries]
     order = [*scaled, *copied] if is_one else [*copied, *scaled]
     assert events[-6:] == [keys, -keys, *order]
 
 
-def test_halves_of_groups_live_as_float32_until_the_end(on: Any) -> None:
+def test_float32_copies_of_grouped_halves_live_until_the_end(on: Any) -> None:
     gpu = on("A100-40GB", "2.13")
     query, key = (
         torch.zeros(1, *shape, dtype=torch.float16, device="cuda", requires_grad=True)
@@ -367,7 +365,7 @@ def test_halves_of_groups_live_as_float32_until_the_end(on: Any) -> None:
         ("2.12", 64, 0.125, True, "cudnn"),
     ],
 )
-def test_heads_and_dropout_of_cudnn_by_release(
+def test_head_sizes_and_dropout_of_cudnn_depend_on_the_release(
     on: Any, version: str, size: int, dropout: float, trains: bool, kernel: str
 ) -> None:
     on("H100", version)
@@ -383,7 +381,7 @@ def test_heads_and_dropout_of_cudnn_by_release(
 
 
 @pytest.mark.parametrize(("version", "reaches"), [("2.8", 128), ("2.11", 192), ("2.14", 256)])
-def test_wide_heads_on_blackwell(on: Any, version: str, reaches: int) -> None:
+def test_the_kernel_of_wide_heads_on_blackwell(on: Any, version: str, reaches: int) -> None:
     on("B200", version)
     cuda = torch.backends.cuda
     widest = [128]
@@ -395,7 +393,7 @@ def test_wide_heads_on_blackwell(on: Any, version: str, reaches: int) -> None:
     assert max(widest) == reaches
 
 
-def test_a_mask_whose_last_stride_is_not_one_leaves_the_products(on: Any) -> None:
+def test_a_mask_with_a_strided_last_dim_leaves_the_math_kernel(on: Any) -> None:
     # T5's position bias, as an H100 with torch 2.11 allocates: q, k and 32-bit scores, no padding.
     on("H100", "2.11")
     bias = torch.randn(1, LENGTH, LENGTH, HEADS, device="cuda", requires_grad=True)
@@ -415,7 +413,7 @@ def test_an_unaligned_offset_rules_out_the_efficient_kernel(
     assert kernel_of(attend(query, query, query)) == kernel
 
 
-def test_determinism_that_only_warns_keeps_cudnn(on: Any) -> None:
+def test_deterministic_algorithms_with_warn_only_keep_cudnn(on: Any) -> None:
     on("H100", "2.11")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

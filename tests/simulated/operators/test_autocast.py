@@ -1,4 +1,4 @@
-"""Autocast for CUDA: its lists, its casts and what it keeps."""
+"""Autocast for CUDA: its lists of operators, its casts and its cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_NAME_OF_DIMENSIONS = ("Dimname", "dimname", "names")
 
 
 def registered() -> set[str]:
-    """The operators that this torch itself has CUDA autocast kernels for."""
+    """Return the operators that have CUDA autocast kernels in the installed torch."""
     return {
         name.removeprefix("aten::")
         for name in torch._C._dispatch_get_all_op_names()
@@ -30,7 +30,7 @@ def registered() -> set[str]:
     }
 
 
-def test_lists_are_those_of_the_torch_that_runs() -> None:
+def test_the_lists_cover_the_kernels_of_the_installed_torch() -> None:
     ours = {
         name
         for names in (
@@ -45,7 +45,7 @@ def test_lists_are_those_of_the_torch_that_runs() -> None:
     }
     missing = registered() - ours - OTHER_BACKENDS_ONLY
     assert missing == set()
-    # These came after 2.6; everything else stands in every release.
+    # Added after 2.6; all others exist in every release.
     assert ours - registered() <= {"rms_norm", "linalg_matrix_sqrth"}
 
 
@@ -105,7 +105,7 @@ def test_binary_cross_entropy_is_refused_as_by_torch() -> None:
             F.binary_cross_entropy(x, x)
 
 
-def test_casts_of_leaves_stay_until_the_outermost_context_ends() -> None:
+def test_casts_of_leaves_are_cached_until_the_outermost_exit() -> None:
     with simulate("A100-40GB", torch_version="2.6") as gpu:
         weight = torch.ones(256, 256, device="cuda", requires_grad=True)
         x = torch.ones(256, 256, device="cuda")
@@ -121,7 +121,7 @@ def test_casts_of_leaves_stay_until_the_outermost_context_ends() -> None:
 
 
 @pytest.mark.parametrize(("release", "kept"), [("2.10", 256 * 256 * 2), ("2.11", 0)])
-def test_casts_made_in_inference_mode_are_not_kept_since_2_11(release: str, kept: int) -> None:
+def test_casts_in_inference_mode_are_not_cached_since_2_11(release: str, kept: int) -> None:
     with simulate("A100-40GB", torch_version=release) as gpu:
         weight = torch.ones(256, 256, device="cuda", requires_grad=True)
         with torch.autocast("cuda", dtype=torch.bfloat16), torch.inference_mode():
@@ -131,7 +131,7 @@ def test_casts_made_in_inference_mode_are_not_kept_since_2_11(release: str, kept
 
 
 @pytest.mark.parametrize(("release", "reaches_the_weight"), [("2.10", False), ("2.11", True)])
-def test_a_cast_made_without_gradients_serves_for_them_since_2_11(
+def test_a_cast_cached_without_gradients_is_reused_since_2_11(
     release: str, reaches_the_weight: bool
 ) -> None:
     with simulate("A100-40GB", torch_version=release):
@@ -143,7 +143,7 @@ def test_a_cast_made_without_gradients_serves_for_them_since_2_11(
             assert (x @ weight).requires_grad is reaches_the_weight
 
 
-def test_cache_can_be_switched_off() -> None:
+def test_the_cache_can_be_switched_off() -> None:
     with simulate("A100-40GB", torch_version="2.6") as gpu:
         weight = torch.ones(256, 256, device="cuda", requires_grad=True)
         with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False), torch.no_grad():
@@ -163,7 +163,7 @@ def test_training_under_autocast_gives_float32_gradients() -> None:
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
 
-def test_gradients_of_biases_are_summed_in_float32_inside_autocast(on: Any) -> None:
+def test_bias_gradients_are_summed_in_float32_under_autocast(on: Any) -> None:
     # convolution_backward calls at::sum, which autocast knows; the engine casts the gradient back.
     gpu = on()
     layer = torch.nn.Conv2d(3, 128, 3).cuda()

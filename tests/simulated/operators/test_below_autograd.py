@@ -1,4 +1,4 @@
-"""What is built from other operators takes what they take."""
+"""Composite operators make the allocations of the operators that they call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORKSPACE = 8_519_680
 """cuBLAS's, before Hopper."""
 
 
-def test_many_rows_are_compared_by_a_product(on: Any) -> None:
+def test_cdist_of_many_rows_is_a_matrix_product(on: Any) -> None:
     gpu = on()
     x, y = torch.randn(64, 32, device="cuda"), torch.randn(48, 32, device="cuda")
     x_bytes, x_column, x_wide = 64 * 32 * 4, 64 * 4, 64 * 34 * 4
@@ -29,13 +29,13 @@ def test_many_rows_are_compared_by_a_product(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_few_rows_are_compared_by_a_kernel(on: Any) -> None:
+def test_cdist_of_few_rows_is_one_kernel(on: Any) -> None:
     gpu = on()
     x = torch.randn(25, 32, device="cuda")
     assert gpu.of(lambda: torch.cdist(x, x)) == [25 * 25 * 4]
 
 
-def test_infinities_are_looked_for_in_absolute_values(on: Any) -> None:
+def test_isinf_takes_absolute_values(on: Any) -> None:
     gpu = on()
     x = torch.randn(64, 32, device="cuda")
     assert gpu.of(lambda: torch.isinf(x)) == [64 * 32 * 4, 64 * 32, -64 * 32 * 4]
@@ -48,7 +48,7 @@ def test_a_distance_is_the_norm_of_a_difference(on: Any) -> None:
     assert gpu.of(lambda: torch.dist(x, y)) == [1024, 4, -1024]
 
 
-def test_a_grid_is_a_product_of_a_grid_of_coordinates(on: Any) -> None:
+def test_affine_grid_is_a_product_of_coordinates(on: Any) -> None:
     gpu = on()
     theta = torch.randn(8, 2, 3, device="cuda")
     base, line = 8 * 64 * 32 * 3 * 4, [64 * 4, 64 * 4, 64 * 4, -64 * 4, -64 * 4, -64 * 4]

@@ -19,7 +19,7 @@ def test_each_output_feature_is_two_products(on: Any) -> None:
     assert gpu.of(lambda: layer(x, y)) == [8 * 4 * 4, *[8 * 3 * 4, 8 * 4, -8 * 3 * 4, -8 * 4] * 4]
 
 
-def test_its_values_are_those_of_the_cpu() -> None:
+def test_bilinear_has_the_values_of_the_cpu() -> None:
     with simulate("A100-40GB", real_values=True):
         layer, x, y = nn.Bilinear(2, 3, 4), torch.randn(8, 2), torch.randn(8, 3)
         expected = layer(x, y)

@@ -1,4 +1,4 @@
-"""Rules and kernels are given what they name, as the operator's schema calls it."""
+"""Rules and kernels receive the arguments that they name, by the operator's schema."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ADDMM = torch.ops.aten.addmm.default._schema
 # addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor
 
 
-def test_arguments_are_found_by_name_wherever_they_were_given() -> None:
+def test_positional_and_keyword_arguments_are_found_by_name() -> None:
     signature = Signature(_ADDMM)
     taken = signature.taking(lambda alpha, mat1, self: (alpha, mat1, self))
     assert taken(signature.given(None, ("bias", "a", "b"), {"alpha": 2})) == (2, "a", "bias")
     assert taken(signature.given(None, ("bias",), {"mat2": "b", "mat1": "a"})) == (1, "a", "bias")
 
 
-def test_the_gpu_and_the_result_are_names_too() -> None:
+def test_gpu_and_result_are_arguments_too() -> None:
     signature = Signature(_ADDMM)
     gpu: Any = object()
     given = signature.given(gpu, ("bias", "a", "b"), {})
@@ -33,13 +33,13 @@ def test_the_gpu_and_the_result_are_names_too() -> None:
     assert signature.taking(lambda result, gpu: (result, gpu))(given) == ("sum", gpu)
 
 
-def test_every_argument_can_be_had_at_once() -> None:
+def test_args_receives_every_argument() -> None:
     signature = Signature(_ADDMM)
     taken = signature.taking(lambda *args: args)
     assert taken(signature.given(None, ("bias", "a", "b"), {"beta": 0})) == ("bias", "a", "b", 0, 1)
 
 
-def test_what_an_overload_does_not_have_is_its_default_and_has_to_have_one() -> None:
+def test_an_argument_outside_of_the_schema_needs_a_default() -> None:
     signature = Signature(_ADDMM)
     both = signature.taking(lambda self, dim=None, keepdim=True: (self, dim, keepdim))
     one = signature.taking(lambda dim=3: dim)
@@ -50,7 +50,7 @@ def test_what_an_overload_does_not_have_is_its_default_and_has_to_have_one() -> 
 
 
 def _overloads(name: str) -> Iterator[Any]:
-    """The overloads of ``aten::name`` that have kernels of their own."""
+    """Return the overloads of ``aten::name`` that have own kernels."""
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
     for overload in () if packet is None else packet.overloads():
         func = getattr(packet, overload)
@@ -94,7 +94,7 @@ _ALIASES = {
 
 
 def _type_in(schema: Any, name: str) -> str:
-    """The type of an argument; ``int[1]? dim=[]`` is an ``int[]?``."""
+    """Return the type of an argument; ``int[1]? dim=[]`` is an ``int[]?``."""
     found = re.search(rf"([^ ,(]+)(\(\w!\))?(\[\])? {name}[=,)]", str(schema))
     assert found is not None, (schema, name)
     return re.sub(r"\d", "", found[1] + (found[3] or ""))
@@ -114,7 +114,7 @@ def _assert_fits(function: Callable[..., Any], schema: Any) -> None:
 
 
 @pytest.mark.parametrize("name", tables.RULES)
-def test_rules_name_arguments_as_every_overload_does_and_of_its_types(name: str) -> None:
+def test_rules_name_arguments_and_types_of_every_overload(name: str) -> None:
     rule = tables.RULES[name]
     for func in _overloads(name):
         if tables.rule_of(func) is not None:
@@ -123,7 +123,7 @@ def test_rules_name_arguments_as_every_overload_does_and_of_its_types(name: str)
 
 
 @pytest.mark.parametrize("name", [*tables.ABOVE_AUTOGRAD, *tables.BELOW_AUTOGRAD, *sparse.PARTS])
-def test_what_is_built_of_others_names_arguments_as_its_overload_does(name: str) -> None:
+def test_composite_operators_name_arguments_of_their_overload(name: str) -> None:
     packet, _, overload = name.removeprefix("aten.").partition(".")
     func = getattr(getattr(torch.ops.aten, packet), overload)
     for table in (tables.ABOVE_AUTOGRAD, tables.BELOW_AUTOGRAD, sparse.PARTS):

@@ -1,4 +1,4 @@
-"""Activation checkpointing and hooks on saved tensors: what is kept, made again and moved."""
+"""Activation checkpointing and saved-tensor hooks: tensors saved, recomputed and moved."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def matrices(events: list[int]) -> list[float]:
 
 
 def forward_and_backward(gpu: Any, forward: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
-    """Events of both, in matrices; the gradient that comes in is not among them."""
+    """Return the events of both in matrices, without those of the incoming gradient."""
     x, gradient = leaf(), torch.ones(64, 64, device="cuda")
     made: list[Tensor] = []
     there = gpu.of(lambda: made.append(forward(x)))
@@ -45,20 +45,20 @@ def forward_and_backward(gpu: Any, forward: Callable[[Tensor], Tensor]) -> tuple
     return matrices(there), matrices(back)
 
 
-def test_without_checkpointing(on: Any) -> None:
+def test_saved_tensors_without_checkpointing(on: Any) -> None:
     there, back = forward_and_backward(on(), body)
     assert there == [1, 1]  # exp, sin
     assert back == [1, 1, -1, 1, -1, -1]  # cos, times gradient; times exp's result
 
 
-def test_reentrant(on: Any) -> None:
+def test_a_reentrant_checkpoint_recomputes_all(on: Any) -> None:
     there, back = forward_and_backward(on(), lambda x: checkpoint(body, x, use_reentrant=True))
     assert there == [1, 1, -1]  # exp's result is dropped
     # exp and sin again, then as above; sin's result is held to the end.
     assert back == [1, 1, 1, 1, -1, 1, -1, -1, -1]
 
 
-def test_not_reentrant_stops_early(on: Any) -> None:
+def test_a_non_reentrant_checkpoint_stops_early(on: Any) -> None:
     there, back = forward_and_backward(on(), lambda x: checkpoint(body, x, use_reentrant=False))
     assert there == [1, 1, -1]
     # exp again; sin is not run, as all that was saved is there.
@@ -73,7 +73,7 @@ def test_random_numbers_are_repeated_without_device_memory(on: Any, reentrant: b
     assert there == [0.25, 1, -0.25]  # the mask, one byte per element, is dropped
 
 
-def test_selected_operators_are_kept(on: Any) -> None:
+def test_selective_checkpointing_saves_selected_operators(on: Any) -> None:
     gpu = on("A100-40GB", "2.6")
     weight = leaf()
     _ = weight @ weight  # the workspace of forward's thread
@@ -142,7 +142,7 @@ def test_pinned_memory_is_contiguous(on: Any, pinned: bool, copies: list[int]) -
     assert there == [1, *copies]
 
 
-def test_hooks_change_what_is_saved(on: Any) -> None:
+def test_pack_hooks_change_the_saved_tensors(on: Any) -> None:
     def forward(x: Tensor) -> Tensor:
         with saved_tensors_hooks(lambda saved: saved.half(), lambda packed: packed.float()):
             return body(x)
@@ -164,7 +164,7 @@ def test_views_share_and_in_place_operators_reuse(on: Any) -> None:
     assert gpu.of(lambda: x.t().contiguous()) == [M]
 
 
-def test_in_place_on_a_result_keeps_what_backward_needs(on: Any) -> None:
+def test_an_in_place_operator_keeps_tensors_for_backward(on: Any) -> None:
     gpu = on()
     x = leaf()
     # relu_ overwrites and keeps its own result; exp would need what it overwrites.

@@ -1,4 +1,4 @@
-"""``split_with_sizes_copy`` and ``_chunk_cat`` take what TensorShape.cu packs for their kernels."""
+"""``split_with_sizes_copy`` and ``_chunk_cat`` allocate the packed arguments of their kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
         (8, 8_264),
     ],
 )
-def test_where_to_copy_parts_is_packed(on: Any, chunks: int, packed: int) -> None:
+def test_targets_of_split_with_sizes_copy_are_packed(on: Any, chunks: int, packed: int) -> None:
     gpu = on()
     gathered = torch.empty(chunks, MIB, device="cuda")
     parts = [torch.empty(chunks, MIB // 2, device="cuda") for _ in range(2)]
@@ -44,14 +44,14 @@ def test_where_to_copy_parts_is_packed(on: Any, chunks: int, packed: int) -> Non
         (torch.float16, []),
     ],
 )
-def test_from_where_to_copy_is_packed(on: Any, dtype: torch.dtype, packed: list[int]) -> None:
+def test_sources_of_chunk_cat_are_packed(on: Any, dtype: torch.dtype, packed: list[int]) -> None:
     gpu = on()
     gradients = [torch.empty(1024, 1024, dtype=dtype, device="cuda") for _ in range(2)]
     out = torch.empty(8, 2 * 128 * 1024, device="cuda")
     assert gpu.of(lambda: torch._chunk_cat(gradients, 0, 8, out=out))[:2] == packed
 
 
-def test_what_is_packed_comes_after_the_result(on: Any) -> None:
+def test_packed_arguments_are_allocated_after_the_result(on: Any) -> None:
     gpu = on()
     gradients = [torch.empty(1024, 1024, device="cuda") for _ in range(2)]
     assert gpu.of(lambda: torch._chunk_cat(gradients, 0, 8)) == [8 * MIB, 4_208, -4_208]

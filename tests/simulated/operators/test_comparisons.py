@@ -10,7 +10,7 @@ import torch
 ROW, FLAGS = 400, 100
 
 
-def test_nan_that_equals_nan_is_found_in_place(on: Any) -> None:
+def test_isclose_with_equal_nan_combines_flags_in_place(on: Any) -> None:
     gpu = on()
     x, y = (torch.randn(100, device="cuda") for _ in range(2))
     equal = [FLAGS, FLAGS, FLAGS, -FLAGS, -FLAGS]
@@ -25,7 +25,7 @@ def test_nan_that_equals_nan_is_found_in_place(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_known_tensors_are_compared_on_the_device(on: Any) -> None:
+def test_equal_compares_known_values(on: Any) -> None:
     gpu = on()
     x, y = torch.arange(100).cuda(), torch.arange(100).cuda()
     answers: list[bool] = []
@@ -34,7 +34,7 @@ def test_known_tensors_are_compared_on_the_device(on: Any) -> None:
     assert answers == [True, True]
 
 
-def test_the_same_memory_and_other_shapes_are_compared_unseen(on: Any) -> None:
+def test_equal_compares_shapes_and_storages_without_values(on: Any) -> None:
     on()
     x = torch.rand(100, device="cuda")
     assert torch.equal(x, x[:])
@@ -46,7 +46,7 @@ def test_the_same_memory_and_other_shapes_are_compared_unseen(on: Any) -> None:
         torch.equal(x, torch.ones(3))
 
 
-def test_few_others_are_compared_with_all_elements(on: Any) -> None:
+def test_isin_compares_few_test_elements_with_all(on: Any) -> None:
     gpu = on()
     x, few = torch.randn(20, device="cuda"), torch.randn(5, device="cuda")
     # 5 is below 10 · 20^0.145, which is 15: 100 pairs, and whether one of five is equal.
@@ -56,7 +56,7 @@ def test_few_others_are_compared_with_all_elements(on: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted")
-def test_what_is_searched_has_the_type_of_what_is_sorted(on: Any) -> None:
+def test_searchsorted_casts_values_to_the_dtype_of_the_sequence(on: Any) -> None:
     gpu = on()
     ordered = torch.arange(100, dtype=torch.float32).cuda()
     x = torch.randn(8, 100, device="cuda")

@@ -13,7 +13,7 @@ PART = [128 * 16, 4, -4, -128 * 16]
 """2048 values per thread of one block, four numbers each of 128 blocks; and a semaphore."""
 
 
-def test_sizes_and_angles_are_real_parts_of_complex_results(on: Any) -> None:
+def test_abs_and_angle_are_real_parts_of_complex_results(on: Any) -> None:
     gpu = on()
     x = torch.zeros(20, 20, dtype=torch.complex64, device="cuda")
     assert gpu.of(x.abs) == [REAL, COMPLEX, -COMPLEX]
@@ -21,7 +21,7 @@ def test_sizes_and_angles_are_real_parts_of_complex_results(on: Any) -> None:
     assert gpu.of(x.real.abs) == gpu.of(x.real.angle) == [REAL]
 
 
-def test_a_variance_is_the_sum_of_those_of_both_parts(on: Any) -> None:
+def test_a_complex_variance_is_the_sum_of_both_parts_variances(on: Any) -> None:
     gpu = on("A100-40GB")
     x = torch.zeros(5, 5, 5, dtype=torch.complex64, device="cuda")
     assert gpu.of(lambda: x.var(1)) == [100, 100, 100, -100, -100]
@@ -33,7 +33,7 @@ def test_a_variance_is_the_sum_of_those_of_both_parts(on: Any) -> None:
     assert gpu.of(large.real.std) == [4, *PART]
 
 
-def test_parts_of_complex_columns_do_not_lie_beside_each_other(on: Any) -> None:
+def test_parts_of_complex_columns_are_strided(on: Any) -> None:
     gpu = on("A100-40GB")
     x = torch.zeros(1 << 14, 64, dtype=torch.complex64, device="cuda")
     # 16 bytes for each of 64 columns, 32 threads and 64 blocks; two blocks beside each other.
@@ -63,14 +63,14 @@ def test_a_base_of_the_powers_type_is_read_as_it_is(on: Any) -> None:
     assert gpu.of(lambda: 2.0 ** numbers.float()) == [REAL, REAL, 8, -8, -REAL]
 
 
-def test_complex_numbers_are_dropped_by_real_noise(on: Any) -> None:
+def test_dropout_of_complex_numbers_has_real_noise(on: Any) -> None:
     gpu = on()
     x = torch.zeros(400, dtype=torch.complex64, device="cuda", requires_grad=True)
     assert gpu.of(lambda: functional.dropout(x, 0.5)) == [REAL, COMPLEX]
     assert gpu.of(lambda: functional.dropout(x, 0.5, training=False)) == []
 
 
-def test_the_highest_of_complex_numbers_is_that_of_their_real_parts(on: Any) -> None:
+def test_logsumexp_of_complex_numbers_takes_the_real_maximum(on: Any) -> None:
     gpu = on()
     x = torch.zeros(20, 20, dtype=torch.complex64, device="cuda")
     # Highest, its size, whether that is infinite; differences, their sum.

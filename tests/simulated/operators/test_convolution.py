@@ -1,4 +1,4 @@
-"""Convolutions take CUDA's kernel and allocate what it does, in its order."""
+"""Convolutions choose CUDA's kernel and make its allocations in its order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def image(grad: bool = True) -> torch.Tensor:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that were taken."""
+    """Return the list of kernels that are chosen during the test."""
     taken: list[str] = []
     choose: Callable[..., str] = convolution_choice.kernel_of
 
@@ -54,7 +54,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("A100-40GB", "2.6", torch.float32, 64, "cudnn"),
     ],
 )
-def test_kernel_by_gpu_type_and_groups(
+def test_the_kernel_depends_on_gpu_dtype_and_groups(
     on: Any,
     kernels: list[str],
     model: str,
@@ -74,7 +74,7 @@ def test_channels_last_depthwise_goes_to_cudnn(on: Any, kernels: list[str]) -> N
     assert kernels == ["cudnn"]
 
 
-def test_volumes_of_halves_avoid_broken_releases_of_cudnn(on: Any, kernels: list[str]) -> None:
+def test_volumes_of_halves_avoid_releases_of_cudnn_with_a_bug(on: Any, kernels: list[str]) -> None:
     for version in ("2.8", "2.9"):
         on("A100-40GB", version)
         layer = nn.Conv3d(8, 8, 3).cuda().bfloat16()
@@ -101,7 +101,7 @@ def test_without_cudnn_each_group_has_its_own_copies(on: Any) -> None:
     assert gpu.events()[: len(group + group + both)] == group + group + both
 
 
-def test_output_then_workspace_then_bias_in_place(on: Any) -> None:
+def test_forward_allocates_the_output_then_the_workspace(on: Any) -> None:
     gpu = on()
     layer, x = conv(bias=True), image()
     # cuDNN's estimate: both operands transposed, and sixteen bytes.
@@ -109,7 +109,7 @@ def test_output_then_workspace_then_bias_in_place(on: Any) -> None:
     assert gpu.of(lambda: layer(x)) == [IMAGE, workspace, -workspace]
 
 
-def test_the_workspace_follows_from_both_sides_of_the_kernel(on: Any) -> None:
+def test_the_workspace_depends_on_both_sides_of_the_kernel(on: Any) -> None:
     gpu = on()
     x = torch.randn(1, 16, 128, 128, device="cuda")
     square, wide = (nn.Conv2d(16, 32, kernel).cuda() for kernel in ((3, 3), (1, 3)))
@@ -119,7 +119,7 @@ def test_the_workspace_follows_from_both_sides_of_the_kernel(on: Any) -> None:
     assert 4 * 16 * (128 * 128 + 32 * 3) + 16 in gpu.of(lambda: wide(x))
 
 
-def test_a_volume_of_halves_peaks_at_the_printed_bytes(on: Any) -> None:
+def test_a_volume_of_halves_has_the_published_peak(on: Any) -> None:
     # pytorch#95024: max_memory_allocated and max_memory_reserved.
     on("A100-80GB", "2.13")
     volume = torch.empty(1, 64, 361, 370, 251, device="cuda", dtype=torch.float16)
@@ -129,7 +129,7 @@ def test_a_volume_of_halves_peaks_at_the_printed_bytes(on: Any) -> None:
     assert torch.cuda.max_memory_reserved() == 12_880_707_584
 
 
-def test_backward_computes_input_then_weight_then_bias(on: Any) -> None:
+def test_backward_allocates_input_then_weight_then_bias(on: Any) -> None:
     gpu = on()
     layer, x = conv(bias=True), image()
     output = layer(x)
@@ -139,7 +139,7 @@ def test_backward_computes_input_then_weight_then_bias(on: Any) -> None:
     assert events[:7] == [IMAGE, workspace, -workspace, WEIGHTS, workspace, -workspace, 512]
 
 
-def test_a_workspace_that_does_not_fit_is_done_without(on: Any) -> None:
+def test_a_plan_without_workspace_runs_when_it_does_not_fit(on: Any) -> None:
     gpu = on()
     layer, x = conv(), image(grad=False)
     total = torch.cuda.get_device_properties(0).total_memory
@@ -163,7 +163,7 @@ def test_channels_last_weights_make_channels_last_outputs(on: Any) -> None:
     assert layer(x).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_depthwise_as_recorded(on: Any) -> None:
+def test_a_depthwise_convolution_has_the_recorded_events(on: Any) -> None:
     # HugePandaCoder/octree-nca-groupeq, 796241: 16 channels of 302 x 302 pixels, channels last.
     gpu = on()
     layer = nn.Conv2d(16, 16, 3, groups=16).cuda()
@@ -238,7 +238,7 @@ def test_transposed_convolution(on: Any) -> None:
         (lambda: nn.Conv2d(4, 8, 3, padding="same"), (2, 4, 9, 9)),
     ],
 )
-def test_shapes_are_those_of_the_cpu(
+def test_shapes_equal_those_of_the_cpu(
     on: Any, make: Callable[[], nn.Module], shape: tuple[int, ...]
 ) -> None:
     expected = make()(torch.randn(shape)).shape
@@ -269,7 +269,7 @@ def test_cpu_convolutions_compute(on: Any) -> None:
         (lambda x: nn.Conv2d(3, 4, 3)(x), r"weight type \(torch.float32 on cpu\) should be"),
     ],
 )
-def test_mistakes_get_torchs_words(
+def test_invalid_arguments_raise_torchs_errors(
     on: Any, call: Callable[[torch.Tensor], object], message: str
 ) -> None:
     on()
@@ -281,8 +281,8 @@ def test_mistakes_get_torchs_words(
     ("optimizer", "peak", "final"),
     [("SGD", 283_144_680, 111_570_920), ("Adam", 529_772_520, 320_983_016)],
 )
-def test_resnet50_as_measured_on_an_a10g(optimizer: str, peak: int, final: int) -> None:
-    # tonghuikang/optimizer-memory-profiles; what stood before counts by requested bytes there.
+def test_resnet50_has_the_peaks_of_an_a10g(optimizer: str, peak: int, final: int) -> None:
+    # tonghuikang/optimizer-memory-profiles; earlier blocks count there by requested bytes.
     before = 103_047_144
     with simulate("A10G", torch_version="2.6", alloc_conf="") as gpu:
         model = vision.resnet50().cuda()

@@ -1,4 +1,4 @@
-"""unique, bincount and histc: what they sort and look up, and the room that their results keep."""
+"""unique, bincount and histc: their sorts, scans and reads, and the storage of their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def known() -> torch.Tensor:
     return torch.arange(COUNT, device="cuda") // 3
 
 
-def test_unique_sorts_and_its_result_keeps_the_room_of_its_input(on: Any) -> None:
+def test_the_result_of_unique_keeps_a_storage_of_the_inputs_size(on: Any) -> None:
     gpu = on("A100-40GB", "2.9")
     numbers = known()
     storage = cub.radix_sort_pairs_bytes(COUNT, 8, 0, 64, (8, 0))
@@ -38,7 +38,7 @@ def test_unique_sorts_and_its_result_keeps_the_room_of_its_input(on: Any) -> Non
     assert torch.cuda.memory_allocated() == before
 
 
-def test_unique_with_inverse_and_counts(on: Any) -> None:
+def test_unique_returns_inverse_and_counts(on: Any) -> None:
     gpu = on("A100-40GB", "2.9")
     numbers = known()
     storage = cub.radix_sort_pairs_bytes(COUNT, 8, 8, 64, (8, 0))
@@ -68,7 +68,7 @@ def test_consecutive_values_are_not_sorted(on: Any) -> None:
     assert events == [INDICES, LENGTH, SELECTION, -SELECTION, -LENGTH]
 
 
-def test_truth_values_are_counted(on: Any) -> None:
+def test_unique_of_booleans_counts_instead_of_sorting(on: Any) -> None:
     gpu = on("A100-40GB", "2.9")
     truth = known() > 4
     events = gpu.of(lambda: torch.unique(truth, return_counts=True))
@@ -76,7 +76,7 @@ def test_truth_values_are_counted(on: Any) -> None:
     assert events == [4, sums, -sums, 2, 16, -4]
 
 
-def test_storage_that_only_cub_knows_is_said_to_be_estimated() -> None:
+def test_estimated_storage_of_cub_is_noted() -> None:
     with simulate("A100-40GB", torch_version="2.9") as gpu:
         torch.unique(known())
         assert any("CUB's workspace for a selection" in note for note in gpu.notes)
@@ -91,7 +91,7 @@ def test_storage_that_only_cub_knows_is_said_to_be_estimated() -> None:
         ("2.13", torch.uint8, [1, 1], [-1, -1]),
     ],
 )
-def test_bincount_looks_for_the_smallest_and_the_largest(
+def test_bincount_reads_the_minimum_and_the_maximum(
     on: Any, release: str, dtype: torch.dtype, looks: list[int], last: list[int]
 ) -> None:
     gpu = on(version=release)
@@ -100,7 +100,7 @@ def test_bincount_looks_for_the_smallest_and_the_largest(
 
 
 @pytest.mark.parametrize(("release", "looks"), [("2.11", [4, -4, 4, -4]), ("2.13", [4, 4, -4, -4])])
-def test_histc_without_a_range_looks_for_it(on: Any, release: str, looks: list[int]) -> None:
+def test_histc_without_a_range_reads_both_extremes(on: Any, release: str, looks: list[int]) -> None:
     gpu = on(version=release)
     numbers = torch.rand(100, device="cuda")
     assert gpu.of(lambda: torch.histc(numbers, 10)) == [40, *looks]
@@ -128,7 +128,7 @@ def test_histc_counts_integers(
         assert found.tolist() == counts
 
 
-def test_distinct_truth_is_counted_before_its_results(on: Any) -> None:
+def test_unique_of_booleans_sums_before_allocating_results(on: Any) -> None:
     gpu = on("A100-40GB")
     truth = torch.zeros(5000, dtype=torch.bool, device="cuda")
     # One sum of each block of five waves; values and counts of at most two, the inverse last.

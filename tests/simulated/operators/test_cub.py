@@ -1,4 +1,4 @@
-"""Storage of CUB's algorithms: what CUB, compiled, answers for some GPUs."""
+"""Temporary storage of CUB's algorithms, as compiled CUB returns it for some GPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_radix_sort(count: int, key: int, value: int, bits: int, answers: tuple[
     )
 
 
-def test_one_block_sorts_as_many_as_it_has_places_for() -> None:
+def test_one_block_sorts_up_to_its_capacity() -> None:
     # 256 threads of 9 pairs each. index_put_ on the dry device: 12 bits of the largest index.
     assert cub.radix_sort_pairs_bytes(2304, 8, 8, 12, AMPERE) == 1
     assert cub.radix_sort_pairs_bytes(2305, 8, 8, 12, AMPERE) == 43_007

@@ -1,4 +1,4 @@
-"""Sizes that only cuDNN knows: against public traces, shape by shape."""
+"""Workspaces of cuDNN's convolutions against public traces, shape by shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pytest_gpumem.simulated.operators.cudnn import (
 def convolution(
     direction: str, inputs: int, size: int, outputs: int, kernel: int, stride: int = 1
 ) -> Convolution:
-    """One float32 image, padded to keep its size."""
+    """Return a convolution of one float32 image, padded to keep its size."""
     return Convolution(
         direction,
         (1, inputs, size, size),
@@ -83,7 +83,7 @@ def test_contiguous_operands_are_transposed(
 
 
 def batch_of(direction: str, inputs: int, size: int, outputs: int) -> Convolution:
-    """300 images through a 3x3 convolution."""
+    """Return a 3x3 convolution of 300 images."""
     one = convolution(direction, inputs, size, outputs, 3)
     return replace(
         one,
@@ -129,7 +129,7 @@ def test_large_batches_are_transposed_whole(
         (WEIGHT, 256, 21, 256, 273_309_784),
     ],
 )
-def test_what_comes_on_top_of_the_copies_is_small(
+def test_workspaces_exceed_the_copies_by_less_than_2_percent(
     direction: str, inputs: int, size: int, outputs: int, nbytes: int
 ) -> None:
     assert convolution_bytes(batch_of(direction, inputs, size, outputs)) == pytest.approx(
@@ -144,7 +144,7 @@ def of_halves(
     kernel: tuple[int, ...],
     stride: int = 1,
 ) -> Convolution:
-    """float16, padded to keep its size."""
+    """Return a float16 convolution, padded to keep its size."""
     batch, inputs, *sizes = input
     pixels, taps = math.prod(sizes), math.prod(kernel)
     return Convolution(
@@ -180,7 +180,7 @@ def test_halves_are_transposed_with_their_output(
 
 
 @pytest.mark.parametrize("direction", [FORWARD, INPUT, WEIGHT])
-def test_halves_are_transposed_each_way_but_for_weights_of_one_pixel(direction: str) -> None:
+def test_halves_are_transposed_except_weights_of_one_pixel(direction: str) -> None:
     # The kinds of ResNet-50, whose step launches 158 and 68 transposes: apuaaChen/EVT_AE 67eaea63.
     images, halved = 2 * 128 * 56 * 56, 2 * 128 * 28 * 28
     first = of_halves(direction, (128, 4, 224, 224), 64, (7, 7), 2)
@@ -192,7 +192,7 @@ def test_halves_are_transposed_each_way_but_for_weights_of_one_pixel(direction: 
     assert convolution_bytes(of_halves(direction, (128, 64, 56, 56), 256, (1, 1))) == 0
 
 
-def test_images_of_three_channels_are_left_as_they_are() -> None:
+def test_images_of_three_channels_are_not_transposed() -> None:
     # VGG-19 of xMem in float32; the encoder of invoke-ai/InvokeAI#9305 in float16.
     call = of_halves(FORWARD, (1, 3, 3, 1026, 1026), 96, (3, 3, 3))
     assert convolution_bytes(call) == 0
@@ -200,14 +200,14 @@ def test_images_of_three_channels_are_left_as_they_are() -> None:
     assert convolution_bytes(replace(call, element_bytes=4)) == 0
 
 
-def test_halves_in_channels_last_or_off_tensor_cores_take_nothing() -> None:
+def test_halves_without_transposition_have_no_workspace() -> None:
     call = of_halves(FORWARD, (1, 256, 64, 64), 256, (3, 3))
     assert convolution_bytes(call) > 0
     assert convolution_bytes(replace(call, channels_last=True)) == 0
     assert convolution_bytes(replace(call, tensor_cores=False)) == 0
 
 
-def test_what_needs_no_copy_takes_nothing() -> None:
+def test_a_convolution_without_copies_has_no_workspace() -> None:
     call = convolution(WEIGHT, 128, 28, 128, 3)
     assert convolution_bytes(replace(call, channels_last=True)) == 0
     assert convolution_bytes(replace(call, groups=4)) == 0
@@ -219,13 +219,13 @@ def test_what_needs_no_copy_takes_nothing() -> None:
     ("size", "nbytes"),
     [(64, 0), (302, 4_194_304), (604, 134_217_728), (1208, 134_217_728), (4830, 134_217_728)],
 )
-def test_large_products_on_tensor_cores_as_recorded(size: int, nbytes: int) -> None:
+def test_large_products_on_tensor_cores_have_recorded_workspaces(size: int, nbytes: int) -> None:
     # HugePandaCoder/octree-nca-groupeq 0cc72993: 32 to 64 channels of one image.
     call = replace(convolution(FORWARD, 32, size, 64, 1), capability=(8, 9))
     assert convolution_bytes(call) == nbytes
 
 
-def test_other_products_take_nothing() -> None:
+def test_other_products_have_no_workspace() -> None:
     call = replace(convolution(FORWARD, 32, 4830, 64, 1), capability=(8, 9))
     assert convolution_bytes(replace(call, outputs=13)) == 0  # recorded there too: 64 to 13
     assert convolution_bytes(replace(call, input=(2, 32, 4830, 4830))) == 0
@@ -234,7 +234,7 @@ def test_other_products_take_nothing() -> None:
     assert convolution_bytes(replace(call, capability=(8, 6))) == 0
 
 
-def test_measured_shapes_of_a_gpu_go_before_the_rule() -> None:
+def test_measured_shapes_override_the_rule() -> None:
     call = convolution(INPUT, 256, 14, 256, 3)
     assert convolution_bytes(call) == 2_760_720
     assert convolution_bytes(replace(call, capability=(8, 6))) == 0
@@ -256,7 +256,7 @@ def on_hopper(
     groups: int = 1,
     channels_last: bool = False,
 ) -> Convolution:
-    """A convolution on an H100, padded to keep its size."""
+    """Return a convolution on an H100, padded to keep its size."""
     batch, inputs, *sizes = images
     size = 2 if kind == HALVES else 4
     dims = len(sizes)
@@ -330,7 +330,7 @@ def on_hopper(
         (INPUT, (32, 96, 64, 64), 96, 3, FLOAT32, {"groups": 4, "stride": 2}, 0),
     ],
 )
-def test_what_an_h100_took(
+def test_workspaces_equal_those_of_an_h100(
     direction: str,
     images: tuple[int, ...],
     outputs: int,

@@ -36,15 +36,15 @@ def gradients(on: Any, release: str, *, expanded: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("release", ["2.6", "2.13", "2.15"])
-def test_cudnns_frontend_sums_in_float32_beside_the_gradients(on: Any, release: str) -> None:
+def test_backward_has_float32_sums_beside_the_gradients(on: Any, release: str) -> None:
     assert gradients(on, release, expanded=False) == [*[HALVES] * 3, SUMS, -SUMS]
 
 
-def test_a_gradient_is_laid_out_as_the_output(on: Any) -> None:
+def test_a_gradient_has_the_layout_of_the_output(on: Any) -> None:
     assert gradients(on, "2.15", expanded=True) == [*[HALVES] * 3, HALVES, SUMS, -SUMS]
 
 
-def test_the_forward_takes_a_workspace_behind_its_outputs(on: Any) -> None:
+def test_forward_allocates_a_workspace_behind_its_outputs(on: Any) -> None:
     gpu = on("H100", "2.11")
     query = torch.ones(2, 8, 1024, 64, device="cuda", dtype=torch.half, requires_grad=True)
     # The generator's seed and offset, the output, and a number of each row.

@@ -70,7 +70,7 @@ def call(name: str, element: int | str, sizes: _Sizes, flags: str = "") -> Recur
 @pytest.mark.parametrize(
     ("name", "element", "sizes", "flags", "inference", "training", "reserve"), RECORDED
 )
-def test_as_recorded(
+def test_sizes_equal_those_recorded_on_an_h100(
     name: str,
     element: int | str,
     sizes: _Sizes,
@@ -96,12 +96,12 @@ def test_as_recorded(
         ("rnn_tanh", (128, 256, 0, 1, 1, 16, 32, 512), 16_220_544),
     ],
 )
-def test_layers_that_the_rule_was_not_made_from(name: str, sizes: _Sizes, nbytes: int) -> None:
+def test_sizes_of_layers_outside_of_the_rules_data(name: str, sizes: _Sizes, nbytes: int) -> None:
     assert workspace_bytes(call(name, 4, sizes)) == nbytes
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("lstm", 736_000_000), ("gru", 864_000_000)])
-def test_reserve_as_printed_in_pytorch_2895(name: str, nbytes: int) -> None:
+def test_the_reserve_equals_that_of_pytorch_issue_2895(name: str, nbytes: int) -> None:
     # Four layers of 320, by cuDNN 6, which had no 256 bytes more: exactly this for 25,000 rows.
     made = call(name, 4, (320, 320, 0, 4, 1, 100, 250, 25_000))
     assert reserve_bytes(made) == nbytes + 256
@@ -128,6 +128,6 @@ def test_small_states_of_float64_have_no_kernels_of_their_own() -> None:
 def test_lengths_of_states_that_are_small_in_float32(
     element: int | str, steps: int, workspace: int
 ) -> None:
-    """One layer of LSTM with 192 numbers; 256 steps are the most of one kind."""
+    """One LSTM layer of 192 units; up to 256 steps use one kind of kernel."""
     sizes = (64, 192, 0, 1, 1, 4, steps, 4 * steps)
     assert workspace_bytes(replace(call("lstm", element, sizes), is_training=True)) == workspace

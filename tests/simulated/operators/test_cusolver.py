@@ -1,4 +1,4 @@
-"""cuSOLVER's workspaces: what was recorded on an H100 with torch 2.11.0+cu130."""
+"""cuSOLVER's workspaces, as recorded on an H100 with torch 2.11.0+cu130."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_workspaces(routine: str, rows: int, columns: int, size: int, nbytes: in
         ("gesvdj", 100, 100, 4),
     ],
 )
-def test_sizes_that_were_not_recorded(routine: str, rows: int, columns: int, size: int) -> None:
+def test_unrecorded_sizes_are_unknown(routine: str, rows: int, columns: int, size: int) -> None:
     assert workspace_bytes(routine, H100, rows, columns, size) is None
 
 
-def test_operators_take_them(on: Any) -> None:
+def test_operators_allocate_the_workspaces(on: Any) -> None:
     """The events of the twin run on the H100."""
     gpu = on("H100", "2.11")
     matrix = torch.zeros(64, 64, device="cuda")
@@ -86,7 +86,7 @@ def test_operators_take_them(on: Any) -> None:
     )
 
 
-def test_notes_name_what_stays_unknown() -> None:
+def test_notes_name_routines_of_unknown_size() -> None:
     with simulate("H100", torch_version="2.11") as gpu:
         torch.linalg.qr(torch.zeros(64, 64, device="cuda"))
         assert not gpu.notes

@@ -1,4 +1,4 @@
-"""Gradients of distances in parts, and limited norms."""
+"""Gradients of cdist and pdist, and renorm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-def test_each_pair_of_rows_writes_its_part_of_a_gradient(on: Any) -> None:
+def test_each_pair_of_rows_writes_a_partial_gradient(on: Any) -> None:
     gpu = on()
     x = torch.randn(5, 5, device="cuda", requires_grad=True)
     distances = torch.pdist(x, 1.0)

@@ -24,7 +24,7 @@ def test_zeros_come_before_their_mask(on: Any) -> None:
     assert gpu.of(lambda: torch.native_dropout(x, 0.5, True)) == [1000, 4000]
 
 
-def test_evaluation_takes_nothing(on: Any) -> None:
+def test_dropout_in_evaluation_allocates_nothing(on: Any) -> None:
     gpu = on()
     x = torch.ones(1000, device="cuda")
     assert gpu.of(lambda: F.dropout(x, 0.5, training=False)) == []

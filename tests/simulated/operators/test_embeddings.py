@@ -77,7 +77,7 @@ def test_few_rows_are_added_atomically_since_2_11(on: Any, dtype: torch.dtype) -
     assert sums * 64 * 4 in backward(on("A100-40GB", "2.10"), 200, 64, 10_000, dtype)
 
 
-def test_bags_are_added_in_the_same_way(on: Any) -> None:
+def test_bags_have_the_backward_of_embeddings(on: Any) -> None:
     gpu = on("A100-40GB", "2.6")
     table = torch.randn(5000, 64, device="cuda", requires_grad=True)
     indices = torch.zeros(100, 10, dtype=torch.long, device="cuda")
@@ -91,7 +91,7 @@ def test_bags_are_added_in_the_same_way(on: Any) -> None:
 def bag_losses(
     device: str, *, mode: str, sparse: bool, last: bool, padding: int | None, weighted: bool
 ) -> list[float]:
-    """Losses and gradients of two steps, of which the second bag is empty."""
+    """Return losses and gradients of two steps; the second bag is empty."""
     table = torch.nn.EmbeddingBag(
         10, 4, mode=mode, sparse=sparse, include_last_offset=last, padding_idx=padding
     )

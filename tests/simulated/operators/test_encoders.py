@@ -31,7 +31,7 @@ def tokens(**options: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_a_layer_adds_in_place_and_keeps_what_c_plus_plus_keeps(on: Any) -> None:
+def test_a_layer_adds_in_place_and_frees_in_the_order_of_cpp(on: Any) -> None:
     gpu = on("A100-40GB", "2.6")
     encoder, x = layer(), tokens()
     encoder(x)  # cuBLAS's workspace comes with the first product
@@ -71,7 +71,7 @@ def test_attention_without_weights(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_its_values_are_those_of_the_cpu() -> None:
+def test_the_fast_path_has_the_values_of_the_cpu() -> None:
     with simulate("A100-40GB", real_values=True), torch.no_grad():
         for encoder in (layer(), layer(norm_first=True, activation="gelu")):
             x = tokens()
@@ -116,7 +116,7 @@ def test_a_masked_softmax_has_a_result_of_its_own(on: Any, name: str) -> None:
     ]  # fmt: skip
 
 
-def test_masked_values_are_those_of_the_cpu() -> None:
+def test_masked_values_equal_those_of_the_cpu() -> None:
     mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     mask[:, 7:] = True
     with simulate("A100-40GB", real_values=True), torch.no_grad():
@@ -125,7 +125,7 @@ def test_masked_values_are_those_of_the_cpu() -> None:
         torch.testing.assert_close(found, encoder.cpu()(x.cpu(), src_key_padding_mask=mask))
 
 
-def test_what_is_padded_in_an_encoder_is_said() -> None:
+def test_a_padding_mask_leaves_a_note() -> None:
     with simulate("A100-40GB", torch_version="2.13") as gpu, torch.no_grad():
         made: Any = layer()
         encoder = nn.TransformerEncoder(made, 1).half().eval()
@@ -134,13 +134,13 @@ def test_what_is_padded_in_an_encoder_is_said() -> None:
         assert any("simulated operator by operator" in note for note in gpu.notes)
 
 
-def test_gradients_rule_it_out() -> None:
+def test_gradients_rule_out_the_fast_path() -> None:
     with simulate("A100-40GB") as gpu:
         assert layer()(tokens()).requires_grad
         assert not gpu.notes
 
 
-def test_a_caller_of_a_layer_keeps_no_tensor_that_it_has_let_go() -> None:
+def test_an_input_rebound_by_the_caller_is_freed() -> None:
     with simulate("T4") as gpu, torch.no_grad():
         layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, device="cuda").eval()
 

@@ -25,7 +25,7 @@ def test_second_gradient_of_a_node_is_added_in_place(on: Any) -> None:
     assert [event for event in events if event > 0] == [4, MATRIX, MATRIX, MATRIX]
 
 
-def test_gradient_that_others_hold_is_not_overwritten(on: Any) -> None:
+def test_a_gradient_with_other_references_is_not_overwritten(on: Any) -> None:
     gpu = on()
     weight = leaf()
     root = weight.exp()
@@ -48,7 +48,7 @@ def test_second_backward_adds_to_the_stored_gradient(on: Any) -> None:
     assert sum(events) == 0
 
 
-def test_addition_in_a_custom_function_allocates(on: Any) -> None:
+def test_an_addition_in_a_custom_function_allocates(on: Any) -> None:
     class Doubled(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def has_gradient_in_the_origin() -> bool:
     return not bool(y.grad.isnan())
 
 
-def test_angle_fills_one_reciprocal(on: Any) -> None:
+def test_backward_of_atan2_fills_one_reciprocal(on: Any) -> None:
     gpu = on()
     y, x = leaf(), torch.randn(64, 64, device="cuda")
     angle = torch.atan2(y, x)
@@ -120,7 +120,7 @@ def test_gradient_of_a_target_is_scaled_in_place(on: Any) -> None:
     assert [event for event in events if event > 0] == [4, MATRIX]
 
 
-def test_cumulative_product_is_taken_to_have_no_zeros(on: Any) -> None:
+def test_backward_of_cumprod_assumes_no_zeros(on: Any) -> None:
     gpu = on()
     weight = leaf()
     product = weight.cumprod(0)
@@ -142,7 +142,7 @@ def test_gradients_with_a_graph_are_added_out_of_place(on: Any) -> None:
     assert [event for event in events if event > 0] == [4, *[MATRIX] * 4]
 
 
-def test_a_kept_graph_can_be_used_again(on: Any) -> None:
+def test_a_retained_graph_can_be_used_again(on: Any) -> None:
     gpu = on()
     weight = leaf()
     total = weight.exp().sum()
@@ -154,7 +154,7 @@ def test_a_kept_graph_can_be_used_again(on: Any) -> None:
     assert sum(second) == -MATRIX
 
 
-def test_nothing_is_kept_without_gradients(on: Any) -> None:
+def test_nothing_is_saved_without_gradients(on: Any) -> None:
     gpu = on()
     weight = leaf()
     for context in (torch.no_grad, torch.inference_mode):
@@ -170,7 +170,7 @@ def test_nothing_is_kept_without_gradients(on: Any) -> None:
         lambda table: table.gather(0, torch.zeros(8, 64, dtype=torch.long, device="cuda")),
     ],
 )
-def test_formulas_that_autocast_knows_write_in_place_under_it(on: Any, select: Any) -> None:
+def test_formulas_write_in_place_under_autocast(on: Any, select: Any) -> None:
     gpu = on()
     table = torch.ones(1000, 64, device="cuda", requires_grad=True)
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -180,7 +180,7 @@ def test_formulas_that_autocast_knows_write_in_place_under_it(on: Any, select: A
     assert -256_000 not in events
 
 
-def test_norms_are_summed_in_the_type_of_cuda(on: Any) -> None:
+def test_renorm_sums_in_the_accumulation_type_of_cuda(on: Any) -> None:
     # renorm_backward asks for the type that sums have on the device: float64 on meta tensors.
     gpu = on()
     x = torch.randn(8, 128, device="cuda", requires_grad=True)
@@ -195,7 +195,7 @@ def test_norms_are_summed_in_the_type_of_cuda(on: Any) -> None:
     assert sizes == {8 * 128 * 8, 8 * 4, 8}  # numbers of rows are real
 
 
-def test_a_formula_that_adds_takes_a_sum_of_its_own(on: Any) -> None:
+def test_backward_of_mvlgamma_allocates_its_sum(on: Any) -> None:
     gpu = on()
     x = torch.full((), 5.0, device="cuda", requires_grad=True)
     y = torch.mvlgamma(x, 1)

@@ -1,4 +1,4 @@
-"""Factors, values and vectors of matrices: torch's own temporaries, as on the dry device."""
+"""Factors, eigenvalues and singular values: torch's own temporaries, as on the dry device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_small_batches_are_factorized_with_pointers(
         ((4, 5), [WORKSPACE]),
     ],
 )
-def test_up_to_2_13_magma_factorizes_what_is_many_large_or_not_square(
+def test_up_to_2_13_magma_factorizes_large_batches_and_rectangles(
     on: Any, shape: tuple[int, ...], passing: list[int]
 ) -> None:
     gpu = on("A100-40GB", "2.13")
@@ -65,7 +65,7 @@ def test_up_to_2_13_magma_factorizes_what_is_many_large_or_not_square(
     assert events[:1] + [event for event in events[1:] if event != WORKSPACE] == passing
 
 
-def test_both_triangles_are_in_one_copy_first(on: Any) -> None:
+def test_lu_factorizes_a_temporary_copy(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     wide = _matrices(3, 5)
     permuted, lower, upper = COUNT * 9 * 4, COUNT * 9 * 4, COUNT * 15 * 4
@@ -88,7 +88,7 @@ def test_both_triangles_are_in_one_copy_first(on: Any) -> None:
     assert single == [36, 60, 60, 12, CODE, 12, -12, -60, -CODE, -12]
 
 
-def test_values_alone_take_what_vectors_would(on: Any) -> None:
+def test_svdvals_allocates_vectors_too(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     for rows, columns, left, right in (
         (32, 20, COUNT * 32 * 32, COUNT * 20 * 20),  # gesvdjBatched
@@ -101,7 +101,7 @@ def test_values_alone_take_what_vectors_would(on: Any) -> None:
         ]  # fmt: skip
 
 
-def test_vectors_of_small_matrices_fill_square_ones(on: Any) -> None:
+def test_singular_vectors_of_small_matrices_are_square(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     tall = _matrices(5, 4)
     held: list[Any] = []
@@ -117,15 +117,15 @@ def test_vectors_of_small_matrices_fill_square_ones(on: Any) -> None:
     ]
 
 
-def test_complex_right_vectors_are_conjugates(on: Any) -> None:
+def test_complex_right_singular_vectors_are_conjugate_views(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     right = torch.linalg.svd(_matrices(4, 4, torch.complex64))[2]
     assert right.is_conj()
-    # What reads them resolves them first.
+    # A read resolves the conjugation first.
     assert gpu.of(lambda: right + 1) == [right.nbytes, right.nbytes, -right.nbytes]
 
 
-def test_reflections_have_a_code_or_pointers(on: Any) -> None:
+def test_qr_allocates_a_code_or_pointers(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     matrices = _matrices(5, 4)
     scales = COUNT * 4 * 4
@@ -149,7 +149,7 @@ def test_reflections_have_a_code_or_pointers(on: Any) -> None:
     assert upper == [64, 16, 80, CODE, -CODE, -80, -16]
 
 
-def test_eigenvalues_of_real_matrices_are_two_real_numbers_each_first(on: Any) -> None:
+def test_eigenvalues_of_real_matrices_begin_as_two_real_vectors(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     matrices = _matrices(5, 5)
     flags, codes = COUNT * 25, COUNT * CODE
@@ -180,7 +180,7 @@ def test_eigenvalues_of_complex_matrices_are_copied(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_in_2_6_magma_finds_eigenvalues_on_the_host(on: Any) -> None:
+def test_in_2_6_magma_computes_eigenvalues_on_the_host(on: Any) -> None:
     gpu = on("A100-40GB", "2.6")
     matrices = _matrices(5, 5)
     held: list[Any] = []

@@ -35,7 +35,7 @@ def test_norms_in_another_type_are_accumulated_in_it(on: Any) -> None:
     assert gpu.of(lambda: torch._foreach_norm(tensors, dtype=torch.float64)) == [8, 8, -8]
 
 
-def test_norms_that_one_launch_cannot_do_are_reduced_one_by_one(on: Any) -> None:
+def test_norms_of_other_orders_are_reduced_one_by_one(on: Any) -> None:
     gpu = on()
     large = torch.ones(2048, 2048, device="cuda")
     alone = gpu.of(lambda: torch.linalg.vector_norm(large))

@@ -1,4 +1,4 @@
-"""Operators with ``out``: what they take beside it, as torch's own code does on the dry device."""
+"""Operators with ``out``: their other allocations, as of torch's own code on the dry device."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ WORKSPACE = 8_519_680
             lambda x, out: torch.logsumexp(x, 1, out=out),
             [32, 32, 8, -8, -32, 1024, 32, -1024, -32],
         ),
-        # Nothing beside it.
+        # No other allocation.
         (torch.int64, lambda x, out: torch.argmax(x, 1, out=out), [64]),
     ],
 )
-def test_events_of_a_call(
+def test_an_out_variant_has_torchs_events(
     on: Any, dtype: torch.dtype, call: Callable[[Any, Any], Any], events: list[int]
 ) -> None:
     gpu = on(version="2.13")
@@ -51,13 +51,15 @@ def test_events_of_a_call(
         ),
     ],
 )
-def test_events_of_a_call_in_place(on: Any, call: Callable[[Any], Any], events: list[int]) -> None:
+def test_in_place_calls_equal_torchs(
+    on: Any, call: Callable[[Any], Any], events: list[int]
+) -> None:
     gpu = on(version="2.13")
     x = torch.ones(8, 32, device="cuda") + 1
     assert gpu.of(lambda: call(x)) == events
 
 
-def test_several_results(on: Any) -> None:
+def test_operators_with_several_out_arguments(on: Any) -> None:
     gpu = on()
     x = torch.ones(256, device="cuda")
     parts = [torch.empty(0, device="cuda") for _ in range(2)]
@@ -70,7 +72,7 @@ def test_several_results(on: Any) -> None:
     assert gpu.of(lambda: torch.max(x.view(8, 32), 1, out=(highest, places))) == [32, 64]
 
 
-def test_a_rank_is_written_under_a_dispatch_mode(on: Any) -> None:
+def test_matrix_rank_writes_out_under_a_dispatch_mode(on: Any) -> None:
     on()
     rank = torch.empty(0, dtype=torch.long, device="cuda")
     torch.linalg.matrix_rank(torch.ones(8, 32, device="cuda"), out=rank)

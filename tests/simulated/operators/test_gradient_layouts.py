@@ -1,4 +1,4 @@
-"""Layouts of gradients are those of CUDA's kernels, seen on the dry device, not of the formulas."""
+"""Layouts of gradients are those of CUDA's kernels on the dry device, not of the formulas."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_transposed_gradient_of_contiguous_numbers(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batch_norms_gradient_has_the_inputs_format(on: Any, dtype: torch.dtype) -> None:
+def test_the_gradient_of_batch_norm_has_the_inputs_format(on: Any, dtype: torch.dtype) -> None:
     on()
     norm = nn.BatchNorm2d(8).cuda().to(dtype)
     x = torch.ones(2, 8, 4, 4, device="cuda", dtype=dtype, requires_grad=True)
@@ -73,7 +73,7 @@ def test_a_contiguous_gradient_of_transposed_numbers(
     assert found.stride() == strides
 
 
-def test_results_that_are_contiguous_whatever_is_given(on: Any) -> None:
+def test_some_results_are_contiguous_for_any_input(on: Any) -> None:
     on()
     image = torch.ones(2, 4, 8, 8, device="cuda").to(memory_format=torch.channels_last)
     assert F.pixel_unshuffle(image, 2).stride() == (256, 16, 4, 1)

@@ -1,4 +1,4 @@
-"""Group norm of images in both layouts; the events are those of torch's own code, seen on dry."""
+"""Group norm of images in both layouts; the events are those of torch on the dry device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of groups of matrices: what each GPU and release takes, and what they allocate."""
+"""Grouped products of matrices: kernels by GPU and release, and their allocations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(grouped is None, reason="came with torch 2.8")
 
 
 def product(dtype: torch.dtype = torch.bfloat16, columns: int = 64) -> Tensor:
-    """64 tokens for four experts of 32 x ``columns``."""
+    """Multiply 64 tokens by four experts of 32 x ``columns``."""
     tokens = torch.rand(64, 32, device="cuda", dtype=dtype)
     experts = torch.rand(4, 32, columns, device="cuda", dtype=dtype)
     ends = torch.tensor([16, 32, 48, 64], device="cuda", dtype=torch.int32)
@@ -90,7 +90,7 @@ def test_matrices_that_do_not_fit_are_refused(experts: Callable[[], Tensor], sen
 
 
 @pytest.mark.parametrize("model", ["A100-40GB", "B200"])
-def test_torch_2_8_has_the_kernel_of_hopper_alone(model: str) -> None:
+def test_in_2_8_grouped_products_need_hopper(model: str) -> None:
     with (
         simulate(model, torch_version="2.8"),
         pytest.raises(

@@ -1,4 +1,4 @@
-"""Indexing by numbers and by masks: temporaries as recorded on a GPU."""
+"""Indexing by integers and by masks: temporaries as recorded on a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_backward_of_a_lookup_by_index(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_index_put_without_accumulation_needs_nothing(on: Any) -> None:
+def test_index_put_without_accumulation_allocates_nothing(on: Any) -> None:
     gpu = on()
     table = torch.zeros(100, 8, device="cuda")
     where = torch.zeros(10, dtype=torch.long, device="cuda")
@@ -51,7 +51,7 @@ def test_where_makes_a_tensor_of_its_number(on: Any) -> None:
     assert gpu.of(lambda: torch.where(mask, values, 0.0)) == [4, 64, -4]
 
 
-def test_numbers_written_through_indices_come_to_the_device(on: Any) -> None:
+def test_numbers_written_through_indices_become_gpu_tensors(on: Any) -> None:
     gpu = on()
     table = torch.zeros(100, 8, device="cuda")
     where = torch.zeros(10, dtype=torch.long, device="cuda")
@@ -70,7 +70,7 @@ def test_numbers_written_through_indices_come_to_the_device(on: Any) -> None:
     assert gpu.of(write_nowhere) == number
 
 
-def test_numbers_written_through_masks_do_not(on: Any) -> None:
+def test_numbers_written_through_masks_become_no_gpu_tensors(on: Any) -> None:
     gpu = on()
     table = torch.zeros(100, 8, device="cuda")
     mask = torch.zeros(100, 8, dtype=torch.bool, device="cuda")
@@ -107,14 +107,14 @@ def test_masked_fill_reads_a_number_on_the_cpu(on: Any) -> None:
     assert gpu.of(lambda: x.masked_fill(mask, torch.tensor(-1.0))) == [64]
 
 
-def test_places_of_a_known_mask(on: Any) -> None:
+def test_a_known_mask_is_placed_by_a_selection(on: Any) -> None:
     # Constructor-Sun/code_location: all of 1,578 flags are set.
     gpu = on("A100-40GB", "2.8")
     mask = torch.ones(1578, dtype=torch.bool).cuda()
     assert gpu.of(mask.nonzero) == [4, 1, -1, 12_624, 767, -767, -4]
 
 
-def test_an_index_on_the_cpu_comes_to_the_device_for_the_lookup(on: Any) -> None:
+def test_an_index_on_the_cpu_is_copied_for_the_lookup(on: Any) -> None:
     # kkaitlyn111/cs336-a2-systems, first training step: x[arange(512), targets], and its backward.
     gpu = on("H100", "2.6")
     x = torch.randn(512, 10_000, device="cuda", requires_grad=True)
@@ -158,7 +158,7 @@ def test_indices_that_are_broadcast_across_each_other_become_contiguous(on: Any)
     gpu = on()
     table, where = torch.randn(256, 512, device="cuda"), torch.arange(100).cuda()
     both = 100 * 100 * 8
-    # Each of the two is as large as what is chosen, in 64 bits.
+    # Each of the two has 64 bits for each selected element.
     assert gpu.of(lambda: table[where[:, None], where]) == [both, both, 40_000, -both, -both]
     assert gpu.of(lambda: table[where, where]) == [400]
 
@@ -222,7 +222,7 @@ def test_gradients_of_masks_as_on_an_h100(on: Any) -> None:
 @pytest.mark.parametrize(
     ("release", "looks"), [("2.11", [3, 1, -1, -3]), ("2.15", [8, -8])], ids=str
 )
-def test_repeats_are_added_up_and_looked_at(on: Any, release: str, looks: list[int]) -> None:
+def test_repeat_interleave_scans_its_repeats(on: Any, release: str, looks: list[int]) -> None:
     gpu = on("H100", release)
     repeats = torch.tensor([1, 2, 0]).cuda()
     assert gpu.of(lambda: repeats.repeat_interleave(repeats)) == [
@@ -233,7 +233,7 @@ def test_repeats_are_added_up_and_looked_at(on: Any, release: str, looks: list[i
     ]  # fmt: skip
 
 
-def test_a_mask_is_counted_after_the_copy_that_is_changed(on: Any) -> None:
+def test_index_put_counts_its_mask_after_copying_the_tensor(on: Any) -> None:
     gpu = on("H100", "2.11")
     table, mask = torch.ones(5, 5, device="cuda"), torch.ones(5, device="cuda") > 0
     numbers = torch.ones(5, device="cuda")
@@ -241,7 +241,7 @@ def test_a_mask_is_counted_after_the_copy_that_is_changed(on: Any) -> None:
     assert events == [100, *TOTAL, 40, 1023, -1023, -4, -40]
 
 
-def test_nothing_is_counted_like_something(on: Any) -> None:
+def test_nonzero_of_an_empty_tensor_counts_too(on: Any) -> None:
     gpu = on("H100", "2.11")
     empty = torch.ones(5, 0, device="cuda")
     assert gpu.of(lambda: empty.argwhere()) == [*TOTAL, 767, -767, -4]

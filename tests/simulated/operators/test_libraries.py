@@ -1,4 +1,4 @@
-"""What only libraries know, and operators that torch has no shapes for."""
+"""cuFFT's workspaces, and operators for which torch has no shape functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_transforms_to_real_numbers_work_on_a_copy(on: Any) -> None:
     assert gpu.of(lambda: torch.fft.irfft(spectrum)) == [result, copy, -copy]
 
 
-def test_transforms_to_complex_numbers_do_not(on: Any) -> None:
+def test_transforms_to_complex_numbers_copy_nothing(on: Any) -> None:
     gpu = on()
     signal = torch.zeros(4, 64, device="cuda")
     assert gpu.of(lambda: torch.fft.rfft(signal)) == [4 * 33 * 8]
@@ -53,7 +53,7 @@ def test_an_expanded_gradient_is_copied(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_more_than_three_dims_go_to_and_fro_between_two_results(on: Any) -> None:
+def test_fft_of_more_than_three_dims_alternates_two_results(on: Any) -> None:
     gpu = on()
     x = torch.zeros(4, 3, 8, 8, dtype=torch.complex64, device="cuda")
     whole = 4 * 3 * 8 * 8 * 8
@@ -89,7 +89,7 @@ def test_bfloat16_is_transformed_as_float32(on: Any) -> None:
     assert gpu.of(lambda: torch.fft.rfft(given)) == [copy, spectrum, -copy]
 
 
-def test_workspaces_that_are_not_known_are_named() -> None:
+def test_unknown_workspaces_are_noted() -> None:
     with simulate("A100-40GB") as gpu:
         torch.linalg.svd(torch.zeros(8, 8, device="cuda"))
         torch.fft.rfft(torch.zeros(8, device="cuda"))
@@ -99,7 +99,7 @@ def test_workspaces_that_are_not_known_are_named() -> None:
     ]
 
 
-def test_operators_without_shapes_of_their_own(on: Any) -> None:
+def test_operators_without_shape_functions_are_simulated(on: Any) -> None:
     on()
     factored, scales = torch.geqrf(torch.zeros(8, 4, device="cuda"))
     assert (factored.shape, factored.stride(), scales.shape) == ((8, 4), (1, 8), (4,))
@@ -113,13 +113,13 @@ def test_operators_without_shapes_of_their_own(on: Any) -> None:
 
 
 def _four_bits(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A packed weight of ``rows`` x ``columns``, and what each 64 of its columns are scaled by."""
+    """Return a packed weight of ``rows`` x ``columns`` with a scale for each 64 columns."""
     bits = torch.zeros(rows, columns // 2, dtype=torch.uint8, device="cuda")
     packed = torch.ops.aten._convert_weight_to_int4pack(bits, 8)
     return packed, torch.zeros(columns // 64, rows, 2, dtype=torch.bfloat16, device="cuda")
 
 
-def test_whole_zero_points_of_channels_are_looked_at(on: Any) -> None:
+def test_integer_zero_points_of_channels_are_checked(on: Any) -> None:
     """Events of torch 2.15.0+cu132."""
     gpu = on()
     x, scale = torch.randn(64, 128, device="cuda"), torch.ones(128, device="cuda")

@@ -1,4 +1,4 @@
-"""Losses keep and take what their native functions do."""
+"""Losses save and allocate the tensors of their native functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_mean_squared_error_keeps_a_result_of_the_inputs_size(on: Any) -> None:
     assert gpu.of(lambda: functional.mse_loss(predicted, target, reduction="none")) == [256]
 
 
-def test_logsumexp_subtracts_the_highest(on: Any) -> None:
+def test_logsumexp_subtracts_the_maximum(on: Any) -> None:
     gpu = on()
     x = torch.randn(64, 64, device="cuda")
     row = 64 * 4
@@ -49,20 +49,20 @@ def test_cross_entropy_with_logits_holds_two_matrices(on: Any) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_where_a_loss_has_its_values(on: Any, loss: Any, events: list[int]) -> None:
+def test_a_reduced_loss_may_have_a_temporary(on: Any, loss: Any, events: list[int]) -> None:
     gpu = on()
     predicted, target = (torch.randn(64, 64, device="cuda") for _ in range(2))
     assert gpu.of(lambda: loss(predicted, target)) == events
     assert gpu.of(lambda: loss(predicted, target, reduction="none")) == [MATRIX]
 
 
-def test_binary_cross_entropy_keeps_its_values(on: Any) -> None:
+def test_binary_cross_entropy_saves_its_values(on: Any) -> None:
     gpu = on()
     predicted, target = (torch.rand(64, 64, device="cuda") for _ in range(2))
     assert gpu.of(lambda: functional.binary_cross_entropy(predicted, target)) == [MATRIX, 4, -4]
 
 
-def test_pixels_have_their_weight_first(on: Any) -> None:
+def test_nll_loss_of_images_allocates_total_weight_first(on: Any) -> None:
     gpu = on()
     scores = torch.randn(4, 10, 16, 16, device="cuda")
     classes = torch.zeros(4, 16, 16, dtype=torch.long, device="cuda")
@@ -70,7 +70,7 @@ def test_pixels_have_their_weight_first(on: Any) -> None:
     assert each == [4, 4 * 16 * 16 * 4, -4]
 
 
-def test_the_way_back_of_a_soft_margin_has_exponentials_beside_it(on: Any) -> None:
+def test_backward_of_soft_margin_loss_allocates_exponentials(on: Any) -> None:
     gpu = on()
     predicted, target = (torch.randn(64, 64, device="cuda") for _ in range(2))
     predicted.requires_grad_()

@@ -1,4 +1,4 @@
-"""Copies that cuBLAS needs of operands it cannot read, and linear layers on strided inputs."""
+"""Copies of operands that cuBLAS cannot read, and linear layers on strided inputs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_vector_of_one_number_is_copied_for_the_product(on: Any) -> None:
     assert gpu.of(lambda: matrix.mv(number)) == [256, 128, -128]
 
 
-def test_a_matrix_with_gaps_in_both_dims_is_copied_for_its_product_with_a_vector(on: Any) -> None:
+def test_mv_copies_a_matrix_with_gaps_in_both_dims(on: Any) -> None:
     gpu = on()
     matrix, row = torch.randn(64, 64, device="cuda"), torch.randn(32, device="cuda")
     matrix[:, :32].mv(row)  # takes cuBLAS's workspace
@@ -65,7 +65,7 @@ def test_a_matrix_with_gaps_in_both_dims_is_copied_for_its_product_with_a_vector
     assert gpu.of(lambda: torch.addmv(row, matrix[::2, ::2], row)) == [128, 4096, -4096]
 
 
-def test_a_conjugate_is_read_of_a_transposed_matrix_and_copied_of_others(on: Any) -> None:
+def test_a_conjugate_is_copied_unless_it_is_transposed(on: Any) -> None:
     # cuBLAS has the conjugate transpose; a row-major result is computed transposed.
     gpu = on()
     a, b = (torch.zeros(64, 64, dtype=torch.complex64, device="cuda") for _ in range(2))
@@ -82,7 +82,7 @@ def test_a_conjugate_is_read_of_a_transposed_matrix_and_copied_of_others(on: Any
 
 
 @pytest.mark.parametrize(("has_triton", "workspaces"), [(True, []), (False, [WORKSPACE])])
-def test_a_product_of_columns_and_rows_is_a_kernel_of_triton(
+def test_a_product_of_columns_and_rows_runs_a_triton_kernel(
     on: Any, monkeypatch: pytest.MonkeyPatch, has_triton: bool, workspaces: list[int]
 ) -> None:
     """Torch 2.15.0+cu132 on the dry device, with Triton 3.9 and without."""
@@ -92,7 +92,7 @@ def test_a_product_of_columns_and_rows_is_a_kernel_of_triton(
     assert gpu.of(lambda: torch.bmm(columns, rows)) == [8 * 64 * 16 * 4, *workspaces]
 
 
-def test_a_conjugate_of_batches_is_read_where_it_is_transposed(on: Any) -> None:
+def test_a_batched_conjugate_is_copied_unless_it_is_transposed(on: Any) -> None:
     gpu = on()
     a, b = (torch.zeros(4, 64, 64, dtype=torch.complex64, device="cuda") for _ in range(2))
     size = 4 * 64 * 64 * 8
@@ -115,7 +115,7 @@ def workspaces(gpu: Any, call: Any) -> list[int]:
     return [size for size in gpu.of(call) if size >= LT]
 
 
-def test_a_linear_layer_of_one_row_takes_both_workspaces_but_in_2_10(on: Any) -> None:
+def test_a_linear_layer_of_one_row_has_two_workspaces_except_in_2_10(on: Any) -> None:
     # An H100 with 2.11: +33,554,432 +1,048,576 for 10-20-1 at batch 1; wheels on the dry device.
     for version, taken in {"2.9": [CUBLAS, LT], "2.10": [CUBLAS], "2.11": [CUBLAS, LT]}.items():
         gpu = on("H100", version)
@@ -134,7 +134,7 @@ def test_a_linear_layer_of_one_row_takes_both_workspaces_but_in_2_10(on: Any) ->
         ((1,), True, [CUBLAS]),
     ],
 )
-def test_biases_that_cublaslt_adds(
+def test_cublaslt_adds_contiguous_biases(
     on: Any, shape: tuple[int, ...], activates: bool, taken: list[int]
 ) -> None:
     gpu = on("H100", "2.11")
@@ -145,7 +145,7 @@ def test_biases_that_cublaslt_adds(
 
 
 @pytest.mark.parametrize("rows", [(4, 1), (16, 1), (8, 2)])
-def test_cublaslt_writes_contiguous_results_alone(on: Any, rows: tuple[int, int]) -> None:
+def test_cublaslt_writes_only_contiguous_results(on: Any, rows: tuple[int, int]) -> None:
     gpu = on("H100", "2.11")
     x, weight = torch.ones(4, 4, device="cuda"), torch.ones(4, 4, device="cuda")
     out = torch.empty(64, device="cuda").as_strided((4, 4), rows)
@@ -160,7 +160,7 @@ def test_cublaslt_writes_contiguous_results_alone(on: Any, rows: tuple[int, int]
         *[(4, (0, 1), False), (4, (1, 4), False), (1, (8, 1), False)],
     ],
 )
-def test_sums_of_halves_that_cublaslt_adds_since_2_14(
+def test_addmm_of_halves_runs_cublaslt_since_2_14(
     on: Any, monkeypatch: pytest.MonkeyPatch, rows: int, strides: tuple[int, int], by_lt: bool
 ) -> None:
     # Torch 2.15.0+cu132 on the dry device, where each operation has a workspace of its own.

@@ -17,7 +17,7 @@ MATRIX, PARTS = 4 * 4 * 4, 8
 
 
 def _events(call: Callable[[], Any], version: str = "2.13") -> list[int]:
-    """The events of ``call`` with all values, but for the workspace that is kept."""
+    """Return the events of ``call`` with real values, without cuBLAS's workspace."""
     signs = {"alloc": 1, "free_requested": -1}
     with simulate("A100-40GB", torch_version=version, real_values=True) as gpu:
         made = call()
@@ -56,26 +56,26 @@ IDENTITY = [4, MATRIX, -MATRIX, -4]
         (1.2, [MATRIX, 4 * MATRIX, *IDENTITY, 4 * MATRIX, -4 * MATRIX, -MATRIX]),
     ],
 )
-def test_the_norm_says_the_degree_of_an_exponential(factor: float, polynomial: list[int]) -> None:
+def test_the_norm_decides_the_degree_of_matrix_exp(factor: float, polynomial: list[int]) -> None:
     made = 4 * MATRIX if factor == 1.2 else MATRIX
     assert _exponential(factor) == [
         *NORM, MATRIX, PARTS, MATRIX, *polynomial, -made, -MATRIX, -PARTS, -4,
     ]  # fmt: skip
 
 
-def test_an_exponential_of_a_large_matrix_is_squared() -> None:
+def test_matrix_exp_of_a_large_norm_is_squared() -> None:
     squares = _exponential(20)
     # 20 / 3.01 is 2 ** 2.73: three times, each in a new matrix.
     assert squares.count(MATRIX) - _exponential(5).count(MATRIX) == 2
 
 
-def test_exponentials_depend_on_values() -> None:
+def test_matrix_exp_without_values_is_refused() -> None:
     with simulate("A100-40GB") as gpu, pytest.raises(UnknownValueError):
         torch.linalg.matrix_exp(torch.randn(3, 4, 4, device="cuda"))
     assert gpu is not None
 
 
-def test_exponentials_have_their_values() -> None:
+def test_matrix_exp_has_the_values_of_the_cpu() -> None:
     with simulate("A100-40GB", real_values=True):
         scaled = torch.stack([torch.eye(4) * factor for factor in (0.01, 1.0, 5.0, 20.0)])
         found = torch.linalg.matrix_exp(scaled.cuda()).cpu()
@@ -87,7 +87,7 @@ def test_exponentials_have_their_values() -> None:
             )
 
 
-def test_the_rank_is_written_to_a_result_that_is_there(on: Any) -> None:
+def test_matrix_rank_writes_to_out(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     matrices = torch.zeros(3, 5, 5, device="cuda")
     decomposed = [60, 12, 300, 300, 300, -300, -300, -300, 1, -1, -12]
@@ -98,7 +98,7 @@ def test_the_rank_is_written_to_a_result_that_is_there(on: Any) -> None:
         assert taken == [24, 8, 8, *decomposed, *counted]
 
 
-def test_a_pseudo_inverse_is_a_product_of_vectors(on: Any) -> None:
+def test_pinv_is_a_product_of_singular_vectors(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     tall = torch.zeros(3, 5, 4, device="cuda")
     held: list[Any] = []
@@ -124,7 +124,7 @@ _polar: Any = getattr(torch.linalg, "polar", None)
 
 
 @pytest.mark.skipif(_polar is None, reason="torch 2.15 has it")
-def test_a_polar_decomposition_symmetrizes_a_product(on: Any) -> None:
+def test_polar_decomposition_symmetrizes_a_product(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     tall = torch.zeros(5, 3, device="cuda")
     held: list[Any] = []

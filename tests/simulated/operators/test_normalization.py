@@ -1,4 +1,4 @@
-"""Normalisation: cuDNN's batch norm where CUDA goes there, and what the other kernels take."""
+"""Normalisation: the choice of cuDNN's batch norm, and the allocations of all kernels."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def norm_of(x: torch.Tensor, norm: nn.Module) -> str:
     ],
     ids=["1d", "1d, without length", "2d"],
 )
-def test_float_takes_cudnn(on: Any, shape: tuple[int, ...], node: str) -> None:
+def test_batch_norm_of_float32_runs_cudnn(on: Any, shape: tuple[int, ...], node: str) -> None:
     on()
     norm = (nn.BatchNorm1d if len(shape) < 4 else nn.BatchNorm2d)(64).cuda()
     assert norm_of(torch.randn(shape, device="cuda"), norm) == node
 
 
-def test_halves_and_no_affine_do_not(on: Any) -> None:
+def test_batch_norm_of_halves_or_without_affine_runs_native(on: Any) -> None:
     on()
     x = torch.randn(32, 64, 4, device="cuda", requires_grad=True)
     assert norm_of(x.bfloat16(), nn.BatchNorm1d(64).cuda().bfloat16()).startswith("Native")
@@ -41,7 +41,7 @@ def test_halves_and_no_affine_do_not(on: Any) -> None:
     assert norm_of(x, nn.BatchNorm1d(64, affine=False).cuda()).startswith("Native")
 
 
-def test_saved_statistics(on: Any) -> None:
+def test_batch_norm_saves_two_statistics(on: Any) -> None:
     # HugePandaCoder/octree-nca-groupeq: the output and two vectors, no workspace.
     gpu = on()
     norm = uncounted(nn.BatchNorm2d(64))
@@ -65,7 +65,7 @@ def uncounted(norm: nn.Module) -> nn.Module:
     return norm.cuda()
 
 
-def test_rows_are_normalised_in_stages(on: Any) -> None:
+def test_batch_norm_of_many_rows_has_staging_buffers(on: Any) -> None:
     # flexible_launch_configs: blocks of 32 x 16; 4096 rows make 16 of them, 64 channels two.
     gpu = on()
     norm = uncounted(nn.BatchNorm1d(64))
@@ -82,7 +82,7 @@ def test_rows_are_normalised_in_stages(on: Any) -> None:
     assert events[8:11] == [output, -256, -256]
 
 
-def test_few_rows_are_not(on: Any) -> None:
+def test_batch_norm_of_few_rows_has_no_staging_buffers(on: Any) -> None:
     gpu = on()
     norm = uncounted(nn.BatchNorm1d(64))
     x = torch.randn(1024, 64, device="cuda")
@@ -115,7 +115,7 @@ def test_many_short_rows_are_summed_in_blocks(
 
 
 def peaks(call: Callable[[], object]) -> float:
-    """Median peak of ten calls in MiB, as Liger's benchmarks take it."""
+    """Return the median peak of ten calls in MiB, as in Liger's benchmarks."""
     found = []
     for _ in range(10):
         torch.cuda.reset_peak_memory_stats()
@@ -125,7 +125,7 @@ def peaks(call: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize(("channels", "mib"), [(32, 40.06640625), (2048, 2564.0625)])
-def test_group_norm_as_measured_on_a_b200(channels: int, mib: float) -> None:
+def test_group_norm_has_the_peaks_of_a_b200(channels: int, mib: float) -> None:
     # linkedin/Liger-Kernel, all_benchmark_data.csv, group_norm, huggingface.
     with simulate("B200", torch_version="2.9", alloc_conf=""):
         norm, rival = (nn.GroupNorm(channels // 4, channels).cuda() for _ in range(2))
@@ -143,7 +143,7 @@ is_fused = pytest.mark.skipif(
 
 @is_fused
 @pytest.mark.parametrize(("size", "mib"), [(1024, 40.0224609375), (16384, 640.1103515625)])
-def test_rms_norm_as_measured_on_an_h100(size: int, mib: float) -> None:
+def test_rms_norm_has_the_peaks_of_an_h100(size: int, mib: float) -> None:
     # linkedin/Liger-Kernel, all_benchmark_data.csv, megatron_rms_norm, torch.
     with simulate("H100", torch_version="2.9", alloc_conf=""):
         norm = nn.RMSNorm(size, eps=1e-6).cuda().bfloat16()
@@ -157,7 +157,7 @@ def test_rms_norm_as_measured_on_an_h100(size: int, mib: float) -> None:
 
 
 @is_fused
-def test_rms_norm_was_made_of_operators_before(on: Any) -> None:
+def test_rms_norm_is_composite_in_earlier_releases(on: Any) -> None:
     nodes = []
     for version in ("2.8", "2.9"):
         on("A100-40GB", version)
@@ -171,7 +171,7 @@ def test_rms_norm_was_made_of_operators_before(on: Any) -> None:
     ("dtype", "converted"),
     [(torch.float32, []), (torch.float16, []), (torch.bfloat16, [1536, -1536])],
 )
-def test_volumes_of_channels_last_are_normalised_as_any_layout(
+def test_batch_norm_of_channels_last_volumes_reduces_moments(
     on: Any, dtype: torch.dtype, converted: list[int]
 ) -> None:
     # Their moments are reduced, of bfloat16 in float32; weights and biases are made of none.

@@ -1,4 +1,4 @@
-"""Optimizer steps: what they keep and what they hold for a moment, by the tensors they make.
+"""Optimizer steps: state and temporaries, worked out from the tensors they make.
 
 Three ``Linear(1000, 1000)``: W, a weight, is 4,000,000 bytes in blocks of 512, and B a bias of
 4,000; P is all of them. Segments are expandable, so that every block has exactly its rounded size.
@@ -52,7 +52,7 @@ def parameters_with_gradients() -> list[torch.Tensor]:
 
 
 def charged(gpu: Any, make: Make, parameters: list[torch.Tensor]) -> tuple[int, int]:
-    """Bytes that the optimizer keeps, and bytes above everything kept in its second step."""
+    """Return the bytes of state, and the peak above all kept bytes in the second step."""
     before = gpu.allocated
     optimizer = make(parameters)
     optimizer.step()
@@ -96,12 +96,12 @@ LISTS = {
 
 
 @pytest.mark.parametrize(("make", "kept", "temporary"), LISTS.values(), ids=LISTS)
-def test_step_over_lists(gpu: Any, make: Make, kept: int, temporary: int) -> None:
+def test_foreach_steps_make_lists(gpu: Any, make: Make, kept: int, temporary: int) -> None:
     assert charged(gpu, make, parameters_with_gradients()) == (kept, temporary)
 
 
 LOOPS = {
-    # _single_tensor_*: a name still holds what it had for the bias when the next weight comes.
+    # _single_tensor_*: variables still refer to tensors of the bias when the next weight comes.
     "SGD": (of("SGD", lr=0.1, foreach=False), 0, 0),
     "SGD weight_decay": (of("SGD", lr=0.1, weight_decay=0.1, foreach=False), 0, W),
     "Adam": (of("Adam", foreach=False), 2 * P, 2 * W + B),  # sqrt, denom, the old denom
@@ -121,7 +121,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize(("make", "kept", "temporary"), LOOPS.values(), ids=LOOPS)
-def test_step_one_by_one(gpu: Any, make: Make, kept: int, temporary: int) -> None:
+def test_single_tensor_steps_go_one_by_one(gpu: Any, make: Make, kept: int, temporary: int) -> None:
     assert charged(gpu, make, parameters_with_gradients()) == (kept, temporary)
 
 
@@ -136,7 +136,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize(("make", "kept"), FUSED.values(), ids=FUSED)
-def test_fused_steps_need_nothing(gpu: Any, make: Make, kept: int) -> None:
+def test_fused_steps_have_no_temporaries(gpu: Any, make: Make, kept: int) -> None:
     try:
         found = charged(gpu, make, parameters_with_gradients())
     except RuntimeError as error:
@@ -149,8 +149,8 @@ def test_fused_steps_need_nothing(gpu: Any, make: Make, kept: int) -> None:
 @pytest.mark.usefixtures("plain_workspaces")
 def test_adafactor_keeps_rows_and_columns(gpu: Any) -> None:
     # A row and a column of a matrix, all of a vector, and the workspace of their product. An
-    # estimate as large as the weight beside its row's and column's means and the row's mean, and
-    # what names still hold of the bias: its square and its update.
+    # estimate of the weight's size with its row's and column's means and the row's mean, and
+    # tensors of the bias that are still referenced: its square and its update.
     kept, temporary = charged(gpu, of("Adafactor"), parameters_with_gradients())
     assert kept == 3 * 3 * B + 8_519_680
     assert temporary == W + 4 * B + BLOCK
@@ -181,22 +181,22 @@ def test_sparse_adam_keeps_dense_moments(gpu: Any) -> None:
     assert gpu.allocated == 3 * table + BLOCK  # the table, two moments, the tokens
 
 
-# What is around a step.
+# Code around a step.
 
 
-def test_default_road_is_the_one_over_lists(gpu: Any) -> None:
+def test_foreach_is_the_default_on_a_gpu(gpu: Any) -> None:
     optimizer = torch.optim.AdamW(parameters_with_gradients())
     with gpu.phase("first"):
         optimizer.step()
     assert gpu.phases["first"].peak_allocated == 2 * P + 3 * P  # parameters, gradients, 2 + 1 lists
 
 
-def test_several_types_are_stepped_one_after_the_other(gpu: Any) -> None:
+def test_parameters_of_several_dtypes_are_stepped_by_dtype(gpu: Any) -> None:
     parameters = parameters_with_gradients()
     half = list(model().to(torch.bfloat16).parameters())
     for parameter in half:
         parameter.grad = torch.zeros_like(parameter)
-    # The list of the first type still has its name when the second one's is made.
+    # The list of the first dtype is still referenced when that of the second is made.
     assert charged(gpu, of("AdamW"), [*parameters, *half])[1] == P + P_OF_HALVES
 
 
@@ -210,7 +210,7 @@ def test_frozen_parameters_have_no_state(gpu: Any) -> None:
     assert (kept, temporary) == (2 * (P - W - B), P - W - B)
 
 
-def test_groups_of_parameters_are_stepped_one_after_the_other(gpu: Any) -> None:
+def test_parameter_groups_are_stepped_one_after_the_other(gpu: Any) -> None:
     parameters = parameters_with_gradients()
 
     def make(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -224,7 +224,7 @@ def test_groups_of_parameters_are_stepped_one_after_the_other(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_zeroed_gradients(gpu: Any, to_none: bool) -> None:
+def test_zero_grad_frees_or_zeroes_gradients(gpu: Any, to_none: bool) -> None:
     network = model()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     for parameter in network.parameters():
@@ -234,7 +234,7 @@ def test_zeroed_gradients(gpu: Any, to_none: bool) -> None:
 
 
 @pytest.mark.usefixtures("plain_workspaces")
-def test_accumulating_gradients_needs_no_second_copy(gpu: Any) -> None:
+def test_accumulated_gradients_are_added_in_place(gpu: Any) -> None:
     network = model()
     x = torch.ones(1, 1000, device="cuda")
     for _ in range(3):
@@ -261,7 +261,7 @@ NORMS_SINCE_2_15 = [
 ]
 
 
-def test_clipping_norms_takes_the_road_over_lists(on: Any) -> None:
+def test_clip_grad_norm_uses_foreach_operators(on: Any) -> None:
     gpu = on()
     parameters = parameters_with_gradients()
     events = gpu.of(lambda: nn.utils.clip_grad_norm_(parameters, 1.0))
@@ -270,7 +270,7 @@ def test_clipping_norms_takes_the_road_over_lists(on: Any) -> None:
     assert max(abs(event) for event in events) == max(norms)
 
 
-def test_clipping_norms_one_by_one(on: Any) -> None:
+def test_clip_grad_norm_without_foreach_runs_one_by_one(on: Any) -> None:
     gpu = on()
     parameters = parameters_with_gradients()
     events = gpu.of(lambda: nn.utils.clip_grad_norm_(parameters, 1.0, foreach=False))
@@ -278,13 +278,13 @@ def test_clipping_norms_one_by_one(on: Any) -> None:
     assert events.count(4) >= 6
 
 
-def test_clipping_that_asks_for_infinities_finds_none(gpu: Any) -> None:
+def test_clip_grad_norm_with_error_if_nonfinite_finds_none(gpu: Any) -> None:
     parameters = parameters_with_gradients()
     nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
     assert any("infinities" in note for note in gpu.notes)
 
 
-def test_clipping_values_is_in_place(on: Any) -> None:
+def test_clip_grad_value_is_in_place(on: Any) -> None:
     gpu = on()
     parameters = parameters_with_gradients()
     assert gpu.of(lambda: nn.utils.clip_grad_value_(parameters, 1.0)) == []
@@ -294,7 +294,7 @@ def test_clipping_values_is_in_place(on: Any) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradient_scaler(on: Any, fused: bool) -> None:
+def test_a_gradient_scaler_has_its_tensors_and_flags(on: Any, fused: bool) -> None:
     gpu = on()
     network = model(1, 64)
     optimizer = torch.optim.AdamW(network.parameters(), fused=fused)
@@ -315,7 +315,7 @@ def test_gradient_scaler(on: Any, fused: bool) -> None:
     assert [p.data_ptr() for p in network.parameters()] == before
 
 
-def test_averaged_model_is_a_copy(gpu: Any) -> None:
+def test_an_averaged_model_is_a_copy(gpu: Any) -> None:
     network = model()
     average = swa_utils.AveragedModel(network)
     moving = swa_utils.AveragedModel(network, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
@@ -336,7 +336,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_schedules_live_on_the_host(gpu: Any, make: Any) -> None:
+def test_learning_rate_schedules_allocate_nothing(gpu: Any, make: Any) -> None:
     optimizer = torch.optim.SGD(parameters_with_gradients(), lr=0.1)
     schedule = make(optimizer)
     for _ in range(3):
@@ -345,7 +345,7 @@ def test_schedules_live_on_the_host(gpu: Any, make: Any) -> None:
     assert gpu.allocated == 2 * P
 
 
-def test_differentiable_step_keeps_its_graph(gpu: Any) -> None:
+def test_a_differentiable_step_keeps_its_graph(gpu: Any) -> None:
     start = torch.ones(1000, 1000, device="cuda", requires_grad=True)
     weight = start * 1.0
     weight.grad = torch.ones_like(weight)

@@ -1,4 +1,4 @@
-"""Attention over (batch, length, heads, size), and over sequences one behind the other.
+"""Attention over (batch, length, heads, size), and over packed sequences.
 
 Bytes are worked out from attention.cu, attention_backward.cu and flash_api.cpp of torch; an A100
 splits keys over 108 multiprocessors.
@@ -35,7 +35,7 @@ def gpu(on: Any) -> Any:
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_dropout_makes_the_seeds_anew_and_gives_back_the_first(gpu: Any, packed: bool) -> None:
+def test_dropout_allocates_seeds_again_and_frees_the_first(gpu: Any, packed: bool) -> None:
     """Addresses of torch 2.11.0+cu130 and 2.15.0+cu132: the seeds that stay are the last."""
     q = made(BATCH * LENGTH, HEADS, SIZE) if packed else made(BATCH, LENGTH, HEADS, SIZE)
     starts = torch.tensor([0, LENGTH, BATCH * LENGTH], dtype=torch.int32).cuda() if packed else None
@@ -66,7 +66,7 @@ def test_flash_attention_by_length(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize("heads", [4, 2])
-def test_flash_attention_of_sequences_one_behind_the_other(gpu: Any, heads: int) -> None:
+def test_flash_attention_of_packed_sequences(gpu: Any, heads: int) -> None:
     q, k = made(LENGTH, HEADS, SIZE), made(LENGTH, heads, SIZE)
     out, of_keys = OUT // BATCH, OUT // BATCH * heads // HEADS
     starts = torch.tensor([0, 30, LENGTH], device="cuda", dtype=torch.int32)
@@ -105,7 +105,7 @@ def test_efficient_attention_by_length(gpu: Any) -> None:
     ]
 
 
-def test_the_gradient_of_a_matrix_that_is_added_has_aligned_rows(gpu: Any) -> None:
+def test_the_gradient_of_a_bias_has_aligned_rows(gpu: Any) -> None:
     q = made(BATCH, LENGTH, HEADS, SIZE)
     bias = made(BATCH, HEADS, LENGTH, 112)[..., :LENGTH]
     lse, nothing = made(BATCH, HEADS, 128, dtype=torch.float32), torch.Tensor()

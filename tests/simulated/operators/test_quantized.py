@@ -28,7 +28,7 @@ DEFINITIONS = (
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The operators, and a choice of kernels as on an A100: by its own up to 8 rows."""
+    """Define the operators, and use their own kernels up to 8 rows as on an A100."""
     kernels = SimpleNamespace(
         _gemm_4bit_custom_max_m=1536,
         _gpu_dispatch_props=cache(lambda index: (108, 8, 0)),
@@ -42,7 +42,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library._destroy()
 
 
-def test_scales_come_before_what_they_scale(on: Any) -> None:
+def test_scales_are_allocated_before_the_codes(on: Any) -> None:
     gpu = on("A100-40GB", "2.13")
     weight = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
     code = torch.zeros(256, device="cuda")
@@ -59,7 +59,7 @@ def test_scales_come_before_what_they_scale(on: Any) -> None:
 @pytest.mark.parametrize(
     ("rows", "unpacked"), [(8, False), (16, True)], ids=["its own kernel", "linear"]
 )
-def test_weights_are_unpacked_where_there_is_no_kernel(on: Any, rows: int, unpacked: bool) -> None:
+def test_weights_are_dequantised_if_there_is_no_kernel(on: Any, rows: int, unpacked: bool) -> None:
     gpu = on("A100-40GB", "2.13")
     given = torch.zeros(rows, 64, device="cuda", dtype=torch.bfloat16)
     torch.nn.functional.linear(given, given)  # cuBLAS keeps its workspace

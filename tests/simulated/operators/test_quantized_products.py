@@ -1,4 +1,4 @@
-"""Products of quantized matrices: what CUDA refuses, and what it takes beside the result."""
+"""Products of quantized matrices: inputs that CUDA refuses, and workspaces."""
 
 from __future__ import annotations
 
@@ -63,31 +63,29 @@ REFUSED: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cuda_refuses_to_scale(words: str) -> None:
+def test_scaled_products_that_cuda_refuses(words: str) -> None:
     with simulate("H100"), pytest.raises((RuntimeError, ValueError), match=words):
         REFUSED[words]()
 
 
 @pytest.mark.parametrize(
     ("model", "workspace"),
-    # CUTLASS keeps the numbers of a tile of 32 x 256, and what its blocks wait for.
+    # CUTLASS allocates a tile of 32 x 256 numbers, and its blocks' semaphores.
     [("H100", [HOPPER]), ("B200", []), ("L4", [32 * 256 * 4 + 128, -(32 * 256 * 4 + 128)])],
 )
-def test_scales_of_rows_are_cublas_s_on_hopper_alone(
-    on: Any, model: str, workspace: list[int]
-) -> None:
+def test_cublas_scales_rows_on_hopper_alone(on: Any, model: str, workspace: list[int]) -> None:
     gpu = on(model, "2.15")
     a, b, scales = eight_bits(32, 64), eight_bits(48, 64).t(), rows()
     events = gpu.of(lambda: torch._scaled_mm(a, b, *scales, out_dtype=BF16))
     assert events == [RESULT, *workspace]
 
 
-def test_one_scale_of_a_tensor_is_cublas_s_on_every_gpu(on: Any) -> None:
+def test_cublas_scales_tensors_on_every_gpu(on: Any) -> None:
     for model in ("L4", "H100", "B200"):
         assert max(on(model, "2.15").of(scaled)) >= 1024 * 1024
 
 
-def test_second_version_of_scaled_products_has_the_same_workspace(on: Any) -> None:
+def test_scaled_mm_v2_has_the_same_workspace(on: Any) -> None:
     multiply = getattr(torch.nn.functional, "scaled_mm", None)
     if multiply is None:
         pytest.skip("came with torch 2.10")
@@ -116,14 +114,14 @@ def integers(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
         (32, 64, 41, r"mat2\.size\(1\) needs .* a multiple of 8, but got 41"),
     ],
 )
-def test_products_of_integers_have_sizes_of_cublas(
+def test_int_mm_has_the_size_limits_of_cublas(
     rows: int, inner: int, columns: int, words: str
 ) -> None:
     with simulate("A100-40GB"), pytest.raises(RuntimeError, match=words):
         torch._int_mm(integers(rows, inner), integers(inner, columns))
 
 
-def test_products_of_integers_write_to_what_fits() -> None:
+def test_int_mm_checks_its_out_argument() -> None:
     with simulate("A100-40GB"):
         a, b = integers(32, 64), integers(64, 48)
         assert torch._int_mm(a, b).shape == (32, 48)
@@ -151,7 +149,7 @@ def test_weights_of_eight_bits_are_multiplied_in_float32(on: Any) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.float16, 144), (torch.int8, 160)])
-def test_matrices_with_two_of_four_values_are_compressed(
+def test_matrices_with_2_4_sparsity_are_compressed(
     on: Any, dtype: torch.dtype, columns: int
 ) -> None:
     gpu = on("H100")

@@ -20,7 +20,7 @@ H100 = (132, 2048)
         pytest.param(10_000, 16, (164_626_432, 16), id="max with index"),
     ],
 )
-def test_rows_that_are_not_contiguous(
+def test_sums_of_strided_rows_have_the_recorded_buffers(
     columns: int, accumulated: int, recorded: tuple[int, int]
 ) -> None:
     # kkaitlyn111/cs336-a2-systems, ctx128 full step, H100: logits computed transposed.
@@ -28,14 +28,14 @@ def test_rows_that_are_not_contiguous(
     assert launches(shape, strides, (2,), 4, accumulated, *H100) == (recorded,)
 
 
-def test_sum_of_everything(on: Any) -> None:
+def test_a_sum_of_all_elements_has_a_buffer_and_semaphores(on: Any) -> None:
     # silmont2000/assignment2-systems, trace_peak_memory: output, buffer, semaphore.
     gpu = on("RTX-4060", "2.6")
     tensor = torch.randn(8, 4096, 16, device="cuda")
     assert gpu.of(tensor.sum) == [4, 256, 4, -4, -256]
 
 
-def test_dims_behind_each_other_are_read_as_one(on: Any) -> None:
+def test_adjacent_dims_are_reduced_as_one(on: Any) -> None:
     # As torch's own code allocates on the dry device: 4 x 3 columns are 12, read by fours.
     gpu = on()
     tensor = torch.randn(1 << 18, 4, 3, device="cuda")
@@ -48,7 +48,7 @@ def test_contiguous_rows_need_no_buffer(on: Any) -> None:
     assert gpu.of(lambda: tensor.sum(-1)) == [4096 * 4]
 
 
-def test_small_reduction_needs_no_buffer(on: Any) -> None:
+def test_a_small_reduction_needs_no_buffer(on: Any) -> None:
     gpu = on()
     tensor = torch.randn(64, 64, device="cuda")
     assert gpu.of(tensor.mean) == [4]
@@ -67,7 +67,7 @@ def test_variance_keeps_four_numbers_per_partial_result(on: Any) -> None:
     assert gpu.of(tensor.var) == [4, 128 * 16, 4, -4, -128 * 16]
 
 
-def test_counting_converts_truth_to_integers(on: Any) -> None:
+def test_sums_of_booleans_are_converted_to_integers(on: Any) -> None:
     gpu = on()
     truth = torch.ones(32, 32, dtype=torch.bool, device="cuda")
     assert gpu.of(truth.sum) == [8, 1024 * 8, -1024 * 8]
@@ -85,7 +85,7 @@ def test_16_bit_sums_in_float_are_not_converted(on: Any) -> None:
     assert gpu.of(lambda: halves.sum(dtype=torch.float64)) == [8, 1024 * 8, -1024 * 8]
 
 
-def test_highest_of_all_needs_no_index(on: Any) -> None:
+def test_the_maximum_of_all_elements_has_no_index_buffer(on: Any) -> None:
     gpu = on("A100-40GB")
     x = torch.ones(1 << 20, device="cuda")
     # 2048 values per thread of one block of 512: 128 blocks of 16.
@@ -93,7 +93,7 @@ def test_highest_of_all_needs_no_index(on: Any) -> None:
     assert gpu.of(x.argmax) == [8, 128 * 16, 4, -4, -128 * 16]
 
 
-def test_position_in_a_strided_tensor_is_that_in_a_copy(on: Any) -> None:
+def test_argmax_of_a_strided_tensor_copies_it(on: Any) -> None:
     gpu = on()
     x = torch.ones(32, 16, device="cuda").t()
     assert gpu.of(x.argmax) == [8, 32 * 16 * 4, -32 * 16 * 4]
@@ -110,12 +110,12 @@ def test_inputs_that_32_bits_cannot_index_are_reduced_in_parts(on: Any) -> None:
     y = torch.empty(1 << 30, device="cuda")
     part = [4096 * 4, 4, -4, -4096 * 4]
     assert gpu.of(y.sum) == [4, *part * 2]
-    # A value with its index does not fit into the output: it has a place of its own.
+    # A value with its index does not fit into the output: it has its own buffer.
     part = [4096 * 16, 4, -4, -4096 * 16]
     assert gpu.of(y.argmax) == [8, 16, *part * 2, -16]
 
 
-def test_extremes_of_all_are_those_of_a_row(on: Any) -> None:
+def test_extremes_of_all_elements_are_reduced_as_of_one_row(on: Any) -> None:
     gpu = on()
     x = torch.zeros(32, 16, device="cuda").t()
     copy = 32 * 16 * 4
@@ -125,7 +125,7 @@ def test_extremes_of_all_are_those_of_a_row(on: Any) -> None:
     assert gpu.of(x.contiguous().max) == [4]
 
 
-def test_the_position_in_a_tensor_that_is_a_row_needs_no_copy(on: Any) -> None:
+def test_argmax_of_a_tensor_that_is_one_row_copies_nothing(on: Any) -> None:
     gpu = on()
     assert gpu.of(torch.zeros(32, 16, 2, device="cuda")[..., 0].argmax) == [8]
     assert gpu.of(torch.zeros((), device="cuda").expand(32, 16).argmin) == [8]

@@ -1,4 +1,4 @@
-"""Recurrent layers run as cuDNN's kernels, with their parameters in one buffer."""
+"""Recurrent layers, which run cuDNN's kernels with their parameters in one buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS, BATCH, INPUTS, HIDDEN = 10, 4, 32, 64
 @pytest.mark.parametrize(
     ("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)], ids=["lstm", "gru", "rnn"]
 )
-def test_parameters_share_one_buffer(on: Any, kind: Any, gates: int) -> None:
+def test_parameters_of_a_layer_share_one_buffer(on: Any, kind: Any, gates: int) -> None:
     on()
     layer = kind(INPUTS, HIDDEN).cuda()
     elements = gates * HIDDEN * (INPUTS + HIDDEN + 2)
@@ -44,7 +44,7 @@ def test_forward_keeps_output_and_states(on: Any) -> None:
         assert gpu.of(lambda: layer(x)) == [*kept, -workspace, -state, -state]
 
 
-def test_buffer_has_biases_in_any_case(on: Any) -> None:
+def test_the_buffer_has_room_for_biases_without_biases(on: Any) -> None:
     on()
     layer = nn.LSTM(INPUTS, HIDDEN, bias=False).cuda()
     assert len(list(layer.parameters())) == 2
@@ -61,7 +61,7 @@ def test_lstm_cell_is_one_kernel_behind_two_products(on: Any) -> None:
     assert gpu.of(lambda: cell(x, (state, state)))[:5] == [gates, gates, gates, vector, vector]
 
 
-def test_gru_cell_keeps_five_vectors(on: Any) -> None:
+def test_a_gru_cell_saves_five_vectors(on: Any) -> None:
     gpu = on()
     cell = nn.GRUCell(INPUTS, HIDDEN).cuda()
     x, state = (torch.randn(BATCH, size, device="cuda") for size in (INPUTS, HIDDEN))
@@ -90,7 +90,7 @@ def test_weight_gradients_are_views_of_one_buffer(on: Any) -> None:
     )
 
 
-def test_packed_sequences(on: Any) -> None:
+def test_packed_sequences_run_cudnn(on: Any) -> None:
     on()
     layer = nn.LSTM(INPUTS, HIDDEN, batch_first=True).cuda()
     x = torch.randn(BATCH, STEPS, INPUTS, device="cuda")
@@ -115,7 +115,7 @@ def test_autocast_copies_all_parameters_into_one_buffer_of_halves(on: Any) -> No
 
 
 @pytest.mark.parametrize(("version", "by_cudnn"), [("2.10", False), ("2.11", True)])
-def test_bfloat16_is_cudnns_since_2_11(on: Any, version: str, by_cudnn: bool) -> None:
+def test_bfloat16_runs_cudnn_since_2_11(on: Any, version: str, by_cudnn: bool) -> None:
     gpu = on("A100-40GB", version)
     layer = nn.LSTM(INPUTS, HIDDEN).cuda().bfloat16()
     x = torch.randn(STEPS, BATCH, INPUTS, device="cuda", dtype=torch.bfloat16)
@@ -129,7 +129,7 @@ def test_bfloat16_is_cudnns_since_2_11(on: Any, version: str, by_cudnn: bool) ->
 
 
 @pytest.mark.parametrize("has_biases", [True, False])
-def test_without_cudnn_each_step_is_a_cell(on: Any, has_biases: bool) -> None:
+def test_each_step_is_a_cell_without_cudnn(on: Any, has_biases: bool) -> None:
     gpu = on()
     layer = nn.LSTM(INPUTS, HIDDEN, bias=has_biases).cuda()
     x = torch.randn(2, BATCH, INPUTS, device="cuda")
@@ -144,7 +144,7 @@ def test_without_cudnn_each_step_is_a_cell(on: Any, has_biases: bool) -> None:
     assert steps[:15] == [state, state, *cell, *cell, 2 * state, state, state]
 
 
-def test_dropout_has_a_state_until_the_generator_is_seeded(on: Any) -> None:
+def test_the_dropout_state_lives_until_the_generator_is_seeded(on: Any) -> None:
     """The state was recorded on an H100 with cuDNN 9.19."""
     gpu = on("H100")
     layer = nn.GRU(INPUTS, HIDDEN, 2, dropout=0.5).cuda()

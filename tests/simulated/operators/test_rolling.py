@@ -1,4 +1,4 @@
-"""torch.roll takes what TensorTransformations.cu does."""
+"""torch.roll makes the allocations of TensorTransformations.cu."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 IMAGES = 2 * 16 * 16 * 8 * 4
 
 
-def test_one_dim_needs_nothing_beside_its_result(on: Any) -> None:
+def test_roll_of_one_dim_allocates_its_result_alone(on: Any) -> None:
     gpu = on()
     x = torch.randn(2, 16, 16, 8, device="cuda")
     assert gpu.of(lambda: torch.roll(x, 1, 1)) == [IMAGES]
     assert gpu.of(lambda: torch.roll(x, 1)) == [IMAGES]
 
 
-def test_several_dims_are_rolled_one_after_the_other(on: Any) -> None:
+def test_roll_of_several_dims_runs_one_after_the_other(on: Any) -> None:
     # The shifted windows of a Swin transformer.
     gpu = on()
     x = torch.randn(2, 16, 16, 8, device="cuda", requires_grad=True)

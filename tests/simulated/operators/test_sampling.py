@@ -1,4 +1,4 @@
-"""Random numbers around means, and with probabilities."""
+"""torch.normal, bernoulli, gamma and Dirichlet distributions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 MATRIX = 64 * 100 * 4
 
 
-def test_deviations_are_checked_before_and_after(on: Any) -> None:
+def test_normal_checks_its_deviations_twice(on: Any) -> None:
     gpu = on()
     x = torch.rand(64, 100, device="cuda")
     check = [4, 1, -1, -4]
@@ -27,7 +27,7 @@ def test_probabilities_of_halves_are_read_as_float32(on: Any) -> None:
     assert gpu.of(lambda: half.bernoulli_(0.5)) == []
 
 
-def test_gammas_and_their_gradients_take_their_results(on: Any) -> None:
+def test_gamma_samples_and_gradients_allocate_their_results(on: Any) -> None:
     gpu = on()
     shape = torch.ones(64, 100, device="cuda", requires_grad=True)
     sample = torch._standard_gamma(shape)
@@ -39,7 +39,7 @@ def test_gammas_and_their_gradients_take_their_results(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_numbers_that_sum_to_one_are_divided_by_sums(on: Any) -> None:
+def test_dirichlet_samples_are_divided_by_their_sums(on: Any) -> None:
     gpu = on()
     shape = torch.ones(64, 100, device="cuda")
     sums = 64 * 4

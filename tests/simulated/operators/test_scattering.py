@@ -1,4 +1,4 @@
-"""Means of what is scattered, and segments: counts and ends."""
+"""Scattered means, segment reductions and backward of unfold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TABLE = 64 * 100 * 4
 FLAGS = 64 * 100
 
 
-def test_a_scattered_mean_counts_what_came_where(on: Any) -> None:
+def test_scatter_reduce_mean_counts_elements_of_each_index(on: Any) -> None:
     gpu = on()
     table, index = torch.randn(64, 100, device="cuda"), torch.zeros(3, 4).long().cuda()
     given = torch.randn(3, 4, device="cuda")
@@ -21,7 +21,7 @@ def test_a_scattered_mean_counts_what_came_where(on: Any) -> None:
     assert gpu.of(lambda: table.scatter_reduce(0, index, given, "sum")) == [TABLE]
 
 
-def test_a_mean_by_index_counts_what_came_where(on: Any) -> None:
+def test_index_reduce_mean_counts_elements_of_each_index(on: Any) -> None:
     gpu = on()
     table, given = (torch.randn(64, 100, device="cuda") for _ in range(2))
     index = torch.arange(100).cuda()
@@ -31,7 +31,7 @@ def test_a_mean_by_index_counts_what_came_where(on: Any) -> None:
     assert gpu.of(lambda: table.index_reduce(1, index, given, "prod")) == [TABLE]
 
 
-def test_segments_are_told_by_the_other_of_lengths_and_offsets(on: Any) -> None:
+def test_segment_reduce_derives_lengths_or_offsets(on: Any) -> None:
     gpu = on(version="2.13")
     rows = torch.randn(64, 100, device="cuda")
     offsets, lengths = torch.tensor([0, 10, 64]).cuda(), torch.tensor([10, 54]).cuda()
@@ -42,7 +42,7 @@ def test_segments_are_told_by_the_other_of_lengths_and_offsets(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_windows_that_overlap_are_added_up_by_their_places(on: Any) -> None:
+def test_backward_of_overlapping_windows_allocates_indices(on: Any) -> None:
     gpu = on()
     for step, places in ((1, [40, -40]), (4, [])):
         x = torch.randn(5, 5, device="cuda", requires_grad=True)

@@ -1,4 +1,4 @@
-"""``:`` among several indices was a view of its own up to torch 2.8."""
+"""``:`` among several indices made a view up to torch 2.8."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_backward_fills_a_gradient_for_every_view(on: Any, version: str, filled:
     assert [event for event in events if event > 0] == filled
 
 
-def test_an_import_in_between_changes_nothing(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_while_simulating_adds_no_view(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.show_pickle", raising=False)
     gpu = on("A100-40GB", "2.8")
     importlib.import_module("torch.utils.show_pickle")
@@ -63,7 +63,7 @@ def test_shapes_are_those_of_plain_indexing(on: Any, index: Any) -> None:
     assert taken.storage_offset() == wanted.storage_offset()
 
 
-def test_lists_of_indices(on: Any) -> None:
+def test_index_tensors_have_the_shapes_of_the_cpu(on: Any) -> None:
     real = torch.zeros(8, 16, 32)
     rows = torch.tensor([1, 2, 3])
     on("A100-40GB", "2.6")

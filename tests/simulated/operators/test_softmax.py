@@ -1,4 +1,4 @@
-"""Softmax takes the temporaries of SoftMax.cu."""
+"""Softmax allocates the temporaries of SoftMax.cu."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_backward_multiplies_the_gradient_with_the_output_first(on: Any) -> None
     assert gradient_events(gpu, x.log_softmax(-1), x, gradient) == [MATRIX]
 
 
-def test_a_row_and_its_gradient_have_the_measured_peak(on: Any) -> None:
+def test_softmax_of_a_row_has_the_measured_peak(on: Any) -> None:
     # linkedin/Liger-Kernel 5d25e468, 4,096 numbers on an RTX 3090: 0.09375 MiB, which is six rows:
     # input, its gradient so far, output, gradient, product, result.
     on("RTX-3090")
@@ -40,7 +40,7 @@ def test_a_row_and_its_gradient_have_the_measured_peak(on: Any) -> None:
     assert torch.cuda.max_memory_allocated() == 98_304
 
 
-def test_the_product_of_halves_is_of_halves(on: Any) -> None:
+def test_the_product_of_halves_is_float16(on: Any) -> None:
     gpu = on()
     x = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn_like(x)
@@ -55,7 +55,7 @@ def test_a_strided_input_is_copied_beside_the_output(on: Any) -> None:
     assert gpu.of(lambda: functional.log_softmax(x, 0)) == [MATRIX, MATRIX, -MATRIX]
 
 
-def test_a_product_with_strides_of_the_gradient_is_copied(on: Any) -> None:
+def test_a_product_with_the_gradients_strides_is_copied(on: Any) -> None:
     gpu = on()
     x, gradient = made(64, 32), torch.randn(32, 64, device="cuda").t()
     assert gradient_events(gpu, x.softmax(-1), x, gradient) == [
@@ -63,7 +63,7 @@ def test_a_product_with_strides_of_the_gradient_is_copied(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_an_expanded_gradient_is_copied_where_there_is_no_product(on: Any) -> None:
+def test_log_softmax_copies_an_expanded_gradient(on: Any) -> None:
     gpu = on()
     x, gradient = made(64, 32), torch.ones(1, 1, device="cuda").expand(64, 32)
     assert gradient_events(gpu, x.softmax(-1), x, gradient) == [MATRIX, MATRIX, -MATRIX]
@@ -87,7 +87,7 @@ def test_float16_to_float32_is_one_kernel_and_bfloat16_is_cast_first(on: Any) ->
     ]  # fmt: skip
 
 
-def test_the_gradient_of_that_kernel_is_of_halves(on: Any) -> None:
+def test_the_gradient_of_float16_to_float32_is_float16(on: Any) -> None:
     gpu = on()
     x = torch.randn(64, 32, device="cuda", dtype=torch.float16, requires_grad=True)
     gradient = torch.randn(64, 32, device="cuda")

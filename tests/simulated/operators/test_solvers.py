@@ -69,7 +69,7 @@ def test_a_batch_passes_pointers_to_its_matrices(on: Any) -> None:
         (200, 1, "triangles"),
     ],
 )
-def test_factors_are_applied_as_sizes_say(on: Any, rows: int, sides: int, way: str) -> None:
+def test_sizes_decide_how_factors_are_applied(on: Any, rows: int, sides: int, way: str) -> None:
     gpu = on("A100-40GB", "2.13")
     matrix, given = torch.eye(rows, device="cuda"), torch.ones(rows, sides, device="cuda")
     held = [torch.linalg.solve(matrix, given)]  # takes cuBLAS's workspace
@@ -125,7 +125,7 @@ def test_triangles_are_solved_one_by_one_or_with_pointers(
     assert taken == [sides.nbytes, *given, WORKSPACE, *(-size for size in given)]
 
 
-def test_no_side_has_no_pointers(on: Any) -> None:
+def test_a_system_without_right_sides_has_no_pointers_of_them(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     triangles = torch.zeros(2, 3, 3, device="cuda")
     sides = torch.zeros(2, 3, 0, device="cuda")
@@ -133,7 +133,7 @@ def test_no_side_has_no_pointers(on: Any) -> None:
     assert taken == [2 * 8, WORKSPACE, -2 * 8]
 
 
-def test_triangles_of_several_sides_are_copied_for_each(on: Any) -> None:
+def test_triangles_are_copied_for_each_batch_of_right_sides(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     triangle, sides = torch.zeros(5, 5, device="cuda"), torch.zeros(3, 5, 2, device="cuda")
     held: list[Any] = []
@@ -158,7 +158,7 @@ def test_triangles_of_several_sides_are_copied_for_each(on: Any) -> None:
         ("2.11", [300, WORKSPACE, -300]),  # by MAGMA, in a copy of the factors
     ],
 )
-def test_batches_by_a_cholesky_factor(on: Any, version: str, taken: list[int]) -> None:
+def test_cholesky_solve_of_batches(on: Any, version: str, taken: list[int]) -> None:
     gpu = on("A100-40GB", version)
     factors = torch.eye(5, device="cuda").repeat(3, 1, 1)
     sides = torch.zeros(3, 5, 2, device="cuda")
@@ -178,7 +178,7 @@ def test_batches_by_a_cholesky_factor(on: Any, version: str, taken: list[int]) -
         ("2.11", [CODE, 40, 100, -100, -CODE], [100, 100, CODE, -CODE, -100]),
     ],
 )
-def test_a_single_one_by_a_cholesky_factor(
+def test_cholesky_solve_of_one_matrix(
     on: Any, version: str, solved: list[int], inverted: list[int]
 ) -> None:
     gpu = on("A100-40GB", version)
@@ -188,7 +188,7 @@ def test_a_single_one_by_a_cholesky_factor(
     assert gpu.of(lambda: held.append(torch.cholesky_inverse(factor))) == inverted
 
 
-def test_factors_of_fewer_matrices_than_sides_are_copied_with_their_pivots(on: Any) -> None:
+def test_broadcast_factors_are_copied_with_their_pivots(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     factors = torch.linalg.lu_factor(torch.eye(5, device="cuda"))
     sides = torch.zeros(3, 5, 2, device="cuda")
@@ -198,7 +198,7 @@ def test_factors_of_fewer_matrices_than_sides_are_copied_with_their_pivots(on: A
     assert taken == [120, *copies, 24, 24, WORKSPACE, -24, -24, -copies[1], -copies[0]]
 
 
-def test_vectors_are_solved_as_matrices_of_one_column(on: Any) -> None:
+def test_right_sides_that_are_vectors_are_matrices_of_one_column(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     matrix, vector = torch.eye(5, device="cuda"), torch.ones(5, device="cuda")
     held: list[Any] = []
@@ -221,7 +221,7 @@ def test_an_indefinite_factor_takes_pivots_of_64_bits(on: Any) -> None:
 @pytest.mark.parametrize(
     ("shape", "sides", "taken"),
     [
-        # Tall: geqrf, ormqr and a triangle; what is left over is summed.
+        # Tall: geqrf, ormqr and a triangular solve; the residuals are summed.
         ((600, 16), 3, [64, *[CODE, -CODE] * 2, 8, 8, WORKSPACE, -8, -8, -64, 12]),
         # Wide: of the transposed one, the triangle first.
         (
@@ -248,7 +248,7 @@ def test_least_squares(on: Any, shape: tuple[int, ...], sides: int, taken: list[
     assert held[0].residuals.shape == ((sides,) if shape[-2] > shape[-1] else (0,))
 
 
-def test_least_squares_have_one_method_on_a_gpu(on: Any) -> None:
+def test_lstsq_has_one_driver_on_a_gpu(on: Any) -> None:
     on()
     matrix = torch.zeros(5, 5, device="cuda")
     with pytest.raises(RuntimeError, match="`driver` other than `gels` is not supported on CUDA"):

@@ -16,7 +16,7 @@ def test_short_slices_are_sorted_in_place(on: Any) -> None:
     assert gpu.of(lambda: x.sort()) == [values, indices, 4096 * 8, -4096 * 8]
 
 
-def test_one_long_slice(on: Any) -> None:
+def test_one_long_slice_is_sorted_by_radix_sort(on: Any) -> None:
     gpu = on("A100-40GB")
     x = torch.randn(100_000, device="cuda")
     assert gpu.of(lambda: x.sort()) == [400_000, 800_000, 800_000, 1_242_623, -1_242_623, -800_000]
@@ -47,7 +47,7 @@ def test_many_slices_are_sorted_in_segments(on: Any) -> None:
     assert gpu.of(lambda: x.sort()) == [4 * n, 8 * n, 8 * n, copy, -copy, -8 * n]
 
 
-def test_other_dims_are_copied_to_be_last(on: Any) -> None:
+def test_other_dims_are_moved_last_by_a_copy(on: Any) -> None:
     gpu = on()
     x = torch.randn(5000, 128, device="cuda")
     n = 128 * 5000
@@ -67,14 +67,14 @@ def test_top_k_of_one_long_row(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_top_k_of_a_short_row_needs_nothing(on: Any) -> None:
+def test_top_k_of_a_short_row_allocates_its_results_alone(on: Any) -> None:
     # The same recording: 1,578 floats.
     gpu = on()
     x = torch.randn(1578, device="cuda")
     assert gpu.of(lambda: x.topk(5)) == [20, 40]
 
 
-def test_cumulative_sum_of_one_row(on: Any) -> None:
+def test_cumulative_sum_of_one_row_has_the_recorded_storage(on: Any) -> None:
     # The same recording: two 64-bit integers.
     gpu = on("A100-40GB", "2.8")
     x = torch.zeros(2, dtype=torch.long, device="cuda")
@@ -87,7 +87,7 @@ def test_cumulative_sum_of_a_mask_converts_it(on: Any) -> None:
     assert gpu.of(lambda: mask.cumsum(-1)) == [4096, 4096, -4096]
 
 
-def test_median_sorts_everything(on: Any) -> None:
+def test_median_sorts_all_elements(on: Any) -> None:
     gpu = on()
     x = torch.randn(1000, device="cuda")
     assert gpu.of(lambda: x.median()) == [4000, 8000, 8000, -8000, -8000, 1, 4, -1, -4000]
@@ -102,7 +102,7 @@ def test_permutation_sorts_random_keys(on: Any) -> None:
     ]  # fmt: skip
 
 
-def test_one_sample_is_the_highest_of_weighted_noise(on: Any) -> None:
+def test_multinomial_of_one_sample_takes_an_argmax_of_noise(on: Any) -> None:
     gpu = on(version="2.13")
     weights = torch.ones(8, 1000, device="cuda")
     assert gpu.of(lambda: torch.multinomial(weights, 1)) == [
@@ -115,7 +115,7 @@ def test_one_sample_is_the_highest_of_weighted_noise(on: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 5000), (100_000,)], ids=str)
-def test_k_th_value_needs_nothing(on: Any, shape: tuple[int, ...]) -> None:
+def test_kthvalue_allocates_its_results_alone(on: Any, shape: tuple[int, ...]) -> None:
     gpu = on()
     x = torch.randn(shape, device="cuda")
     events = gpu.of(lambda: x.kthvalue(5))
@@ -123,7 +123,7 @@ def test_k_th_value_needs_nothing(on: Any, shape: tuple[int, ...]) -> None:
     assert events == [4 * rows, 8 * rows]
 
 
-def test_temporaries_end_with_an_operator_that_does_not_fit(on: Any) -> None:
+def test_temporaries_of_an_operator_that_does_not_fit_are_freed(on: Any) -> None:
     on("T4")
     row = torch.empty(1, 5 * 2**30 // 4, device="cuda")
     held = torch.cuda.memory_allocated()
@@ -151,14 +151,14 @@ def test_a_prefix_sum_converts_what_it_reads(on: Any) -> None:
     assert gpu.of(lambda: wide[..., 0].cumsum(0)) == [sums, sums, -sums]
 
 
-def test_many_nan_are_counted_by_several_blocks(on: Any) -> None:
+def test_nanmedian_counts_many_nan_by_several_blocks(on: Any) -> None:
     """As on the dry device with torch 2.11."""
     gpu = on("H100", "2.11")
     events = gpu.of(torch.randn(1_000_003, device="cuda").nanmedian)
     assert events[7:14] == [1_000_003, 8, 8_000_024, 984, 4, -4, -984]
 
 
-def test_the_median_of_a_tensor_that_is_a_row_is_sorted_through_the_sorts_copy(on: Any) -> None:
+def test_median_of_a_tensor_that_is_one_row_is_sorted_by_a_copy(on: Any) -> None:
     gpu = on()
     x = torch.zeros(100, 60, 2, device="cuda")[..., 0]
     size, indices = 6000 * 4, 6000 * 8

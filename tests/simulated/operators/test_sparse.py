@@ -1,4 +1,4 @@
-"""Sparse COO tensors: as many elements, the same values and memory as CUDA's functions give."""
+"""Sparse COO tensors: number of elements, values and memory are those of CUDA's functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def gpu(request: pytest.FixtureRequest) -> Any:
 
 
 def on_cuda() -> Tensor:
-    """Two elements of one place and one of another."""
+    """Return a COO tensor: two elements at one index and one at another."""
     indices = torch.tensor([[0, 2, 2], [1, 0, 0]], device="cuda")
     return torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0, 3.0], device="cuda"), (3, 3))
 
@@ -29,7 +29,7 @@ def on_cuda() -> Tensor:
 DENSE = [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]]
 
 
-def test_values_follow(gpu: Any) -> None:
+def test_values_of_sparse_operators_equal_the_cpus(gpu: Any) -> None:
     sparse, dense = on_cuda(), torch.ones(3, 3, device="cuda")
     merged = sparse.coalesce()
     assert (merged.is_cuda, merged._nnz(), merged.is_coalesced()) == (True, 2, True)
@@ -47,7 +47,7 @@ def test_values_follow(gpu: Any) -> None:
     assert sparse.clone()._values().tolist() == [1.0, 5.0]
 
 
-def test_infinities_are_found(gpu: Any) -> None:
+def test_infinities_in_sparse_tensors_are_found(gpu: Any) -> None:
     places = torch.zeros(1, 2, dtype=torch.long)
     for numbers, is_found in (([1.0, float("inf")], 1.0), ([1.0, 2.0], 0.0)):
         gradient = torch.sparse_coo_tensor(places, torch.tensor(numbers), (3,), device="cuda")
@@ -57,7 +57,7 @@ def test_infinities_are_found(gpu: Any) -> None:
         assert found.item() == is_found
 
 
-def test_elements_of_another_type_are_as_many(gpu: Any) -> None:
+def test_a_conversion_keeps_the_number_of_elements(gpu: Any) -> None:
     half = on_cuda().half()
     assert (half.dtype, half.is_coalesced()) == (torch.half, False)
     assert half._values().tolist() == [1.0, 2.0, 3.0]
@@ -74,8 +74,8 @@ def test_a_dense_tensor_becomes_sparse(gpu: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_elements_of_one_place_are_added_up(gpu: Any, dtype: torch.dtype) -> None:
-    # Rows of a table, and what the CPU makes of them.
+def test_elements_of_one_index_are_summed(gpu: Any, dtype: torch.dtype) -> None:
+    # Rows of a table, and the CPU's result.
     rows = torch.tensor([3, 1, 3, 0])
     numbers = torch.arange(8.0).view(4, 2).to(dtype)
     expected = torch.sparse_coo_tensor(rows[None], numbers, (5, 2)).coalesce()
@@ -99,7 +99,7 @@ def test_gradients_of_a_table_are_added_one_after_the_other(gpu: Any) -> None:
     assert gradient_of(table).coalesce()._values().tolist() == [[6.0, 6.0], [3.0, 3.0]]
 
 
-def test_a_leaf_keeps_the_parts_of_its_first_gradient() -> None:
+def test_the_first_sparse_gradient_is_kept_without_a_copy() -> None:
     with simulate("A100-40GB") as gpu:
         table = nn.Embedding(1000, 128, sparse=True).cuda()
         tokens = torch.arange(100, device="cuda")
@@ -118,7 +118,7 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], float]] = [
 
 
 @pytest.mark.parametrize(("kind", "expected"), OPTIMIZERS)
-def test_optimizers_step_tables(
+def test_optimizers_step_sparse_tables(
     gpu: Any, kind: type[torch.optim.Optimizer], expected: float
 ) -> None:
     table = nn.Embedding(4, 2, sparse=True).cuda()
@@ -134,7 +134,7 @@ def test_optimizers_step_tables(
     assert table.weight[1, 0].item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_merging_takes_indices_three_times_and_thrusts_memory() -> None:
+def test_coalesce_allocates_indices_three_times_and_thrusts_memory() -> None:
     with simulate("A100-40GB") as gpu:
         rows = torch.arange(1000, device="cuda") // 2
         table = torch.sparse_coo_tensor(rows[None], torch.ones(1000, 16, device="cuda"), (600, 16))
@@ -149,7 +149,7 @@ def test_merging_takes_indices_three_times_and_thrusts_memory() -> None:
         assert any("Thrust's workspace for coalesce" in note for note in gpu.notes)
 
 
-def test_without_indices_nobody_knows_how_many_there_are() -> None:
+def test_coalesce_of_unknown_indices_is_refused() -> None:
     with simulate("A100-40GB"):
         rows = torch.randint(9, (1, 100_000), device="cuda")
         table = torch.sparse_coo_tensor(rows, torch.ones(100_000, device="cuda"), (9,))
@@ -170,7 +170,7 @@ def test_without_indices_nobody_knows_how_many_there_are() -> None:
         lambda sparse: sparse.copy_(torch.ones(3, 3, device="cuda")),
     ],
 )
-def test_the_rest_is_refused_by_name(use: Any) -> None:
+def test_other_sparse_operators_are_refused_by_name(use: Any) -> None:
     with (
         simulate("A100-40GB"),
         pytest.raises(UnsupportedOperatorError, match="cannot run on a simulated GPU"),

@@ -1,4 +1,4 @@
-"""Products of sparse matrices: their values, and what CUDA's functions allocate in their order."""
+"""Products of sparse matrices: their values, and the allocations of CUDA's functions in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INDICES = [[0, 2, 2, 1], [1, 0, 0, 3]]
 
 
 def matrix(device: str, *, merged: bool) -> Tensor:
-    """Three rows and four columns, of which one element is there twice unless merged."""
+    """Return a matrix of three rows and four columns; one index is there twice unless merged."""
     sparse = torch.sparse_coo_tensor(torch.tensor(INDICES), torch.arange(1.0, 5.0), (3, 4))
     made = sparse.to(device)
     return made.coalesce() if merged else made
@@ -42,14 +42,14 @@ def products(device: str, *, merged: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("real_values", [False, True])
 @pytest.mark.parametrize("merged", [False, True])
-def test_products_are_those_of_the_cpu(real_values: bool, merged: bool) -> None:
+def test_sparse_products_have_the_values_of_the_cpu(real_values: bool, merged: bool) -> None:
     expected = products("cpu", merged=merged)
     with simulate("T4", real_values=real_values):
         found = products("cuda", merged=merged)
     assert [each.tolist() for each in found] == [each.tolist() for each in expected]
 
 
-def test_a_product_goes_by_compressed_rows_in_columns(on: Any) -> None:
+def test_a_product_converts_to_compressed_rows_and_columns(on: Any) -> None:
     gpu = on("A100-40GB", "2.13")
     sparse = matrix("cuda", merged=True)
     dense = torch.ones(4, 2, device="cuda")
@@ -101,7 +101,7 @@ def test_other_products_are_refused_by_name(real_values: bool) -> None:
             torch.sparse.mm(sparse, torch.ones(3, 2, device="cuda"))
 
 
-def test_the_workspace_of_the_library_is_said_to_be_left_out() -> None:
+def test_a_note_names_the_missing_workspace_of_cusparse() -> None:
     with simulate("T4") as gpu:
         torch.sparse.mm(matrix("cuda", merged=True), torch.ones(4, 2, device="cuda"))
         assert any("cuSPARSE's workspace for a sparse product" in note for note in gpu.notes)

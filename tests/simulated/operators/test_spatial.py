@@ -1,4 +1,4 @@
-"""Pooling, resizing, padding and CTC: copies of what a kernel cannot read as it lies."""
+"""Pooling, resizing, padding and CTC: copies of inputs that a kernel cannot read by strides."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_linear_resizing_reads_by_strides(on: Any, mode: str, dims: int) -> None
     ("mode", "channels", "is_kept"),
     [("nearest", 4, True), ("nearest", 2, False), ("bilinear", 16, True)],
 )
-def test_few_channels_that_are_last_are_resized_as_first(
+def test_few_channels_last_are_resized_as_channels_first(
     on: Any, mode: str, channels: int, is_kept: bool
 ) -> None:
     gpu = on()
@@ -94,14 +94,14 @@ def test_volumes_are_resized_into_a_contiguous_result(on: Any) -> None:
     assert gpu.of(lambda: torch.autograd.grad(y, x, gradient))[:5] == [size, *copies]
 
 
-def test_channels_last_is_pooled_as_it_lies(on: Any) -> None:
+def test_channels_last_is_pooled_without_a_copy(on: Any) -> None:
     gpu = on()
     x = torch.randn(2, 8, 12, 12, device="cuda").contiguous(memory_format=torch.channels_last)
     assert gpu.of(lambda: functional.avg_pool2d(x, 2)) == [SIZE // 4]
     assert functional.avg_pool2d(x, 2).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_ctc_loss_moves_its_lengths(on: Any) -> None:
+def test_ctc_loss_copies_its_lengths_to_the_gpu(on: Any) -> None:
     gpu = on()
     loss = nn.CTCLoss(reduction="sum")
     logits = torch.randn(50, 4, 20, device="cuda", requires_grad=True)
@@ -117,7 +117,7 @@ def test_ctc_loss_moves_its_lengths(on: Any) -> None:
     assert backward[:8] == [32, 32, 32, alpha, 50 * 4 * 20 * 4, -alpha, -32, -32]
 
 
-def test_columns_begin_as_large_as_the_image(on: Any) -> None:
+def test_unfold_begins_with_a_block_of_the_images_size(on: Any) -> None:
     gpu = on()
     image = torch.randn(4, 16, 64, 64, device="cuda")
     size, columns = image.nbytes, 9 * image.nbytes
@@ -149,9 +149,7 @@ SAMPLED = 2 * 8 * 6 * 5 * 4
 
 
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_cudnn_samples_with_aligned_corners_and_makes_both_gradients(
-    on: Any, is_strided: bool
-) -> None:
+def test_grid_sample_with_aligned_corners_runs_cudnn(on: Any, is_strided: bool) -> None:
     """Seen on the dry device, 2.15."""
     gpu = on()
     x = torch.randn(2, 8, 12, 12, device="cuda", requires_grad=True)
@@ -171,7 +169,7 @@ def test_cudnn_samples_with_aligned_corners_and_makes_both_gradients(
 
 
 @pytest.mark.parametrize("arguments", [{"align_corners": False}, {"mode": "nearest"}])
-def test_other_samples_are_torchs_own(on: Any, arguments: dict[str, Any]) -> None:
+def test_other_grid_samples_run_torchs_kernels(on: Any, arguments: dict[str, Any]) -> None:
     gpu = on()
     x = torch.randn(2, 8, 12, 12, device="cuda", requires_grad=True)
     grid = torch.zeros(2, 6, 5, 2, device="cuda")

@@ -1,4 +1,4 @@
-"""The parts of a batch norm over several processes, and cuDNN's convolutions by name."""
+"""The operators of SyncBatchNorm, and cuDNN's convolutions called by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHANNELS, BYTES = 16, 16 * 4
 
 
 class TestAllocations:
-    def test_statistics_are_in_the_type_of_sums(self) -> None:
+    def test_statistics_have_the_accumulation_type(self) -> None:
         with simulate("T4") as gpu:
             x = torch.ones(4, CHANNELS, 8, 8, device="cuda", dtype=torch.float16)
             before = len(gpu.trace)
@@ -36,7 +36,7 @@ class TestAllocations:
             # threads: 262,144 / (32 * 16) = 512 blocks, of which 128 are made.
             assert allocations(gpu, before) == [BYTES, BYTES, 4 * CHANNELS * 128 * 4, 4]
 
-    def test_counts_come_from_the_host_and_change_their_type(self) -> None:
+    def test_counts_are_copied_from_the_host_and_converted(self) -> None:
         with simulate("T4") as gpu:
             x = torch.ones(1, CHANNELS, 3, 3, device="cuda")
             mean = torch.ones(2, CHANNELS, device="cuda")
@@ -48,7 +48,7 @@ class TestAllocations:
     @pytest.mark.parametrize(
         ("wanted", "made"), [((True, True, True), 4), ((True, False, False), 2)]
     )
-    def test_backward_reduces_what_is_wanted(
+    def test_backward_reduces_requested_gradients_alone(
         self, wanted: tuple[bool, bool, bool], made: int
     ) -> None:
         with simulate("T4") as gpu:
@@ -60,7 +60,7 @@ class TestAllocations:
             assert [result is not None for result in results].count(True) == made
 
 
-def test_values_are_unknown() -> None:
+def test_values_of_the_statistics_are_unknown() -> None:
     with simulate("T4", real_values=True):
         mean, _ = torch.batch_norm_stats(torch.ones(4, 3, 5, 5, device="cuda"), 1e-5)
         assert mean.shape == (3,)
@@ -72,7 +72,7 @@ class TestConvolutionsByName:
     PLAIN = ((1, 1), (2, 2), (1, 1))
     """Padding, stride and dilation."""
 
-    def test_they_take_what_a_convolution_takes(self) -> None:
+    def test_cudnn_convolutions_allocate_as_conv2d(self) -> None:
         def run(name: str) -> list[int]:
             (gpu,) = SimulatedGPU.machine("T4")
             with gpu.active():

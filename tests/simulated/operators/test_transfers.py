@@ -1,4 +1,4 @@
-"""Copies between host and GPU: what is staged in memory of the GPU, and what is not.
+"""Copies between host and GPU: with and without staging memory on the GPU.
 
 Recorded: HugePandaCoder/octree-nca-groupeq 0cc72993, whole_slide_inference.ipynb, which writes
 images of the host into channels of a state that is laid out channels last.
@@ -18,7 +18,7 @@ FLOATS, HALVES = 4 * ELEMENTS, 2 * ELEMENTS
 
 
 def state(layout: torch.memory_format = torch.channels_last) -> Tensor:
-    """Sixteen channels of 4 x 5 cells."""
+    """Return sixteen channels of 4 x 5 cells."""
     return torch.zeros(1, 16, 4, 5, device="cuda").contiguous(memory_format=layout)
 
 
@@ -27,12 +27,12 @@ def pixels(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def interleaved() -> Tensor:
-    """Every other pixel of a row: no stretch of memory."""
+    """Return every other pixel of a row, which is not contiguous."""
     return torch.zeros(3, 4, 10)[..., ::2]
 
 
 def events(on: Any, make: Callable[[], Tensor], copy: Callable[[Tensor], Any]) -> list[int]:
-    """What ``copy(make())`` allocates and frees, without ``make()`` and the result's own bytes."""
+    """Return the events of ``copy(make())``, without ``make()`` and the result."""
     gpu = on()
     tensor = make()
     found: list[int] = gpu.of(lambda: copy(tensor))
@@ -133,7 +133,7 @@ def test_the_stride_of_a_dim_of_one_element_leaves_no_gap(on: Any) -> None:
     assert gpu.of(dense.cpu) == []
 
 
-def test_real_values_go_the_same_way() -> None:
+def test_copies_of_real_values_have_the_same_events() -> None:
     from pytest_gpumem import simulate
 
     with simulate(real_values=True) as gpu:

@@ -1,4 +1,4 @@
-"""Kernels that CUDA takes within functions of torch.func, on an A100 of torch 2.15.0+cu132."""
+"""Kernels of CUDA within functions of torch.func, on an A100 of torch 2.15.0+cu132."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], list[int]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernels_of_vmap(on: Any, case: str) -> None:
+def test_vmap_has_the_events_of_cudas_kernels(on: Any, case: str) -> None:
     run, expected = CASES[case]
     gpu = on("A100-40GB", "2.15")
     given = torch.randn(3, 2, 4, 16, 32, device="cuda", dtype=torch.bfloat16)
@@ -48,14 +48,14 @@ def test_the_kernels_of_vmap(on: Any, case: str) -> None:
     assert sorted(events[made:]) == sorted(expected[made:])
 
 
-def test_attention_within_a_gradient(on: Any) -> None:
+def test_attention_within_grad_runs_flash_attention(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     given = torch.randn(3, 2, 4, 16, 32, device="cuda", dtype=torch.bfloat16).flatten(0, 1)
     events = gpu.of(lambda: grad(lambda x: attended(x).sum())(given))
     assert events[:4] == [HEADS, ROWS, 16, 8]  # flash attention, and none of the math path
 
 
-def test_the_second_gradient_of_root_mean_square_norm(on: Any) -> None:
+def test_the_second_gradient_of_rms_norm_is_composite(on: Any) -> None:
     gpu = on("A100-40GB", "2.15")
     given = torch.randn(3, 2, 4, 16, 32, device="cuda", requires_grad=True)
     size, sums = 2 * HEADS, ROWS

@@ -1,4 +1,4 @@
-"""torchvision's kernels: what they allocate, and what values say of the boxes that are kept."""
+"""torchvision's kernels: their allocations, and the number of boxes that nms keeps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _sized_by_values(dets: Tensor, *_: Any) -> Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def torchvision() -> Iterator[None]:
-    """torchvision, or an operator of its name that keeps the first and the last of three boxes."""
+    """Provide torchvision, or an ``nms`` operator that keeps the first and last of three boxes."""
     if importlib.util.find_spec("torchvision") is not None:
         importlib.import_module("torchvision")
 
@@ -75,7 +75,7 @@ def test_boxes_that_overlap_are_suppressed(real_values: bool, dtype: torch.dtype
         assert nms(boxes[:0], scores[:0], 0.5).shape == (0,)
 
 
-def test_its_temporaries_live_until_it_returns(on: Any) -> None:
+def test_temporaries_of_nms_live_until_it_returns(on: Any) -> None:
     gpu = on("A100-40GB", "2.13")
     count = 3
     boxes = torch.tensor(BOXES, device="cuda")
@@ -110,7 +110,7 @@ AS_IT_IS = (1, 1, 1, 1, 1, 1, 2, 1, False)
 """Two groups of channels, and no mask."""
 
 
-def test_a_deformable_convolution_multiplies_half_of_the_images_at_once(on: Any) -> None:
+def test_deform_conv2d_multiplies_half_of_the_images_at_once(on: Any) -> None:
     """Seen on the dry device, 2.15 with torchvision 0.29."""
     gpu = on("A100-40GB", "2.15")
     given = _convolved()
@@ -121,7 +121,7 @@ def test_a_deformable_convolution_multiplies_half_of_the_images_at_once(on: Any)
     ]
 
 
-def test_its_gradients_are_made_one_after_the_other(on: Any) -> None:
+def test_gradients_of_deform_conv2d_are_made_one_after_the_other(on: Any) -> None:
     """Seen on the dry device, 2.15 with torchvision 0.29."""
     gpu = on("A100-40GB", "2.15")
     given = _convolved()
@@ -150,7 +150,7 @@ def test_pooled_regions_are_read_from_contiguous_images(on: Any) -> None:
     assert events == [pooled, images.nbytes, -images.nbytes]
 
 
-def test_boxes_that_nobody_knows_are_not_suppressed() -> None:
+def test_nms_of_unknown_boxes_is_refused() -> None:
     with simulate("T4"):
         boxes, scores = torch.rand(3, 4, device="cuda"), torch.rand(3, device="cuda")
         with pytest.raises(UnknownValueError, match=r"^torchvision.ops.nms at .* reads a value"):
@@ -159,7 +159,7 @@ def test_boxes_that_nobody_knows_are_not_suppressed() -> None:
 
 @pytest.fixture
 def library() -> Iterator[None]:
-    """A stranger's operator whose result is as large as values say."""
+    """Define a user's operator whose result size depends on values."""
     made = torch.library.Library("gpumem_test", "FRAGMENT")
     made.define("positive(Tensor x) -> Tensor")
     made.impl("positive", lambda x: x[x > 0], "CPU")
@@ -169,7 +169,7 @@ def library() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("library")
-def test_a_kernel_of_a_stranger_whose_size_values_decide_is_computed() -> None:
+def test_a_users_kernel_with_a_data_dependent_size_is_computed() -> None:
     with simulate("T4", real_values=True) as gpu:
         numbers = torch.tensor([1.0, -1.0, 2.0], device="cuda")
         before = gpu.allocated

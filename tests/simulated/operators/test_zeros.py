@@ -46,14 +46,14 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], list[int]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_zeros_without_memory(on: Any, case: str) -> None:
+def test_zero_tensors_of_forward_mode_take_no_memory(on: Any, case: str) -> None:
     run, expected = CASES[case]
     gpu = on()
     given = torch.randn(64, 64, device="cuda")
     assert gpu.of(lambda: run(given)) == expected
 
 
-def test_the_tangent_of_a_product(on: Any) -> None:
+def test_the_tangent_of_a_product_has_the_events_of_torch(on: Any) -> None:
     gpu = on()
     x, weight = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
 

@@ -1,4 +1,4 @@
-"""What these tests read: the bytes that a piece of code allocated and freed."""
+"""Fixtures that read the bytes that a piece of code allocated and freed."""
 
 from __future__ import annotations
 

@@ -47,14 +47,12 @@ def heads(count: int = HEADS, size: int = SIZE, length: int = LENGTH) -> Tensor:
 
 
 def gradients(gpu: Any, out: Tensor, *inputs: Tensor) -> list[int]:
-    """Events of backward, from a gradient that is there."""
+    """Return the events of backward from an allocated gradient."""
     grad = torch.empty_like(out)
     return gpu.of(lambda: torch.autograd.grad(out, inputs, grad))  # type: ignore[no-any-return]
 
 
-def test_forward_allocates_the_output_logsumexp_and_the_state_of_random_numbers(
-    gpu: Any, flash: Any
-) -> None:
+def test_forward_allocates_output_logsumexp_and_random_state(gpu: Any, flash: Any) -> None:
     q, k, v = heads(), heads(), heads()
     assert gpu.of(lambda: flash.flash_attn_func(q, k, v, causal=True)) == [OUT, LSE, RNG]
 
@@ -74,7 +72,7 @@ def test_backward_accumulates_gradients_of_queries_in_float32(gpu: Any, flash: A
     ]
 
 
-def test_of_grouped_heads_gradients_are_made_for_each_head_and_summed(gpu: Any, flash: Any) -> None:
+def test_gradients_of_grouped_heads_are_made_per_head_and_summed(gpu: Any, flash: Any) -> None:
     q, k, v = heads(), heads(2), heads(2)
     out = flash.flash_attn_func(q, k, v)
     assert gradients(gpu, out, q, k, v) == [
@@ -85,7 +83,7 @@ def test_of_grouped_heads_gradients_are_made_for_each_head_and_summed(gpu: Any, 
 
 @pytest.mark.parametrize("grouped", [4, 2])
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_torchs_own_flash_kernel_is_of_the_same_ancestry(
+def test_torchs_flash_kernel_allocates_the_same(
     gpu: Any, flash: Any, grouped: int, size: int
 ) -> None:
     # Torch's rule is held to recordings of GPUs; its offset of random numbers, 8 bytes, is extra.
@@ -143,7 +141,7 @@ def starts(gpu: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("packed", [0, 2, 3])
-def test_sequences_one_behind_the_other_lie_apart_in_what_is_accumulated(
+def test_packed_sequences_are_padded_in_the_accumulated_gradient(
     gpu: Any, flash: Any, starts: Tensor, packed: int
 ) -> None:
     calls: dict[int, tuple[Callable[..., Any], list[Tensor], int]] = {
@@ -170,7 +168,7 @@ def test_sequences_one_behind_the_other_lie_apart_in_what_is_accumulated(
     ]
 
 
-def test_one_query_splits_the_keys_of_a_cache(gpu: Any, flash: Any) -> None:
+def test_a_single_query_splits_the_keys_of_a_cache(gpu: Any, flash: Any) -> None:
     cache = made(1, 4096, 8, 128, grad=False), made(1, 4096, 8, 128, grad=False)
     q = made(1, 1, 32, 128, grad=False)
     # 8 heads of 4 queries; 32 blocks of 128 keys over 216 halves of multiprocessors: 16 parts,
@@ -193,7 +191,7 @@ def test_a_length_given_as_a_number_is_made_a_tensor(gpu: Any, flash: Any) -> No
     assert events == [2 * 4, 2 * 4 * 64 * 2, 2 * 4 * 4, -2 * 4, -2 * 4 * 4]
 
 
-def test_padding_is_taken_out_and_put_back(gpu: Any, flash: Any) -> None:
+def test_padding_is_removed_and_restored(gpu: Any, flash: Any) -> None:
     padding = importlib.import_module("flash_attn.bert_padding")
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], device="cuda")
     hidden = made(2, 4, 8)
@@ -213,7 +211,7 @@ def test_padding_is_taken_out_and_put_back(gpu: Any, flash: Any) -> None:
         ("A100-40GB", {"grouped": 3}, "must divide number of heads"),
     ],
 )
-def test_what_the_library_refuses_is_refused(
+def test_inputs_that_the_library_refuses_are_refused(
     on: Any, model: str, inputs: dict[str, Any], sentence: str
 ) -> None:
     on(model)
@@ -225,7 +223,7 @@ def test_what_the_library_refuses_is_refused(
         flash.flash_attn_func(q, k, k)
 
 
-def test_libraries_find_a_functions_parameters_by_name(flash: Any) -> None:
+def test_signatures_of_functions_have_the_librarys_names(flash: Any) -> None:
     names = inspect.signature(flash.flash_attn_varlen_func).parameters
     assert {"window_size", "deterministic", "softcap", "block_table", "max_seqlen_k"} <= set(names)
     with pytest.raises(TypeError, match="s_aux"):
@@ -244,7 +242,7 @@ def on_cpu(*tensors: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("keys", [2, 4])
 @pytest.mark.parametrize("causal", [True, False])
-def test_where_values_are_computed_they_are_those_of_attention(keys: int, causal: bool) -> None:
+def test_real_values_equal_those_of_attention(keys: int, causal: bool) -> None:
     with simulate(real_values=True):
         flash = importlib.import_module("flash_attn")
         q, k, v = (

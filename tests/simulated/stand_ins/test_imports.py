@@ -1,4 +1,4 @@
-"""Libraries that are not installed: there while a simulation is active, and no longer."""
+"""Stand-ins of libraries that are not installed, importable during a simulation alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SENTENCE = "flash-attn is not installed: a stand-in allocated what flash-attn 2.
 
 
 def is_there() -> bool:
-    """Whether code that asks finds flash-attn: by import, by spec, by metadata."""
+    """Return whether flash-attn is found by import, spec and metadata alike."""
     answers = {importlib.util.find_spec("flash_attn") is not None}
     try:
         answers.add(importlib.metadata.version("flash_attn") == "2.8.3")
@@ -35,7 +35,7 @@ def is_there() -> bool:
     return answer
 
 
-def test_a_stand_in_is_there_inside_a_simulation_alone() -> None:
+def test_a_stand_in_is_importable_inside_a_simulation_alone() -> None:
     assert not is_there()
     with simulate():
         assert is_there()
@@ -45,7 +45,7 @@ def test_a_stand_in_is_there_inside_a_simulation_alone() -> None:
     assert not is_there()
 
 
-def test_it_is_gone_as_if_it_had_never_been() -> None:
+def test_modules_of_a_stand_in_are_removed_afterwards() -> None:
     with simulate():
         importlib.import_module("flash_attn.bert_padding")
 
@@ -54,19 +54,19 @@ def test_it_is_gone_as_if_it_had_never_been() -> None:
         importlib.import_module("flash_attn.bert_padding")
 
 
-def test_code_that_keeps_a_module_finds_the_same_one_later() -> None:
+def test_a_later_simulation_has_the_same_modules() -> None:
     with simulate():
         kept = importlib.import_module("flash_attn.bert_padding")
     with simulate():
         assert importlib.import_module("flash_attn.bert_padding") is kept
 
 
-def test_a_simulation_may_be_without_it() -> None:
+def test_stand_ins_may_be_turned_off() -> None:
     with SimulatedGPU.machine("T4", stand_ins=False)[0].active():
         assert not is_there()
 
 
-def test_a_library_that_is_installed_is_the_real_one(
+def test_an_installed_library_has_no_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "flash_attn").mkdir()
@@ -81,7 +81,7 @@ def test_a_library_that_is_installed_is_the_real_one(
             sys.modules.pop("flash_attn", None)
 
 
-def test_what_has_no_stand_in_is_named() -> None:
+def test_a_function_without_a_stand_in_is_named() -> None:
     with simulate():
         module = importlib.import_module("flash_attn")
         with pytest.raises(UnsupportedOperatorError, match=r"^flash_attn\.flash_attn_more at \S+"):
@@ -90,23 +90,23 @@ def test_what_has_no_stand_in_is_named() -> None:
             importlib.import_module("flash_attn.ops.rms_norm")
 
 
-def test_code_that_can_do_without_the_library_goes_on() -> None:
-    """As kornia does, which imports flash-attn's modules where they are installed."""
+def test_a_missing_submodule_raises_module_not_found_error() -> None:
+    """kornia imports flash-attn's modules only where they are installed."""
     with simulate() as gpu, pytest.raises(ModuleNotFoundError, match=r"^flash_attn\.modules at "):
         importlib.import_module("flash_attn.modules.mha")
 
-    # The code's number is another one than with the library.
+    # With the library the code would allocate other sizes.
     assert list(gpu.notes) == [
         "flash_attn.modules has no stand-in: code that can do without flash-attn does"
     ]
 
 
-def test_what_the_library_does_not_have_either_is_not_there() -> None:
+def test_an_unknown_submodule_is_not_found() -> None:
     with simulate(), pytest.raises(ModuleNotFoundError):
         importlib.import_module("flash_attn.nothing")
 
 
-def test_numbers_say_that_a_stand_in_made_them() -> None:
+def test_a_note_names_the_stand_in() -> None:
     with simulate() as gpu:
         attend = importlib.import_module("flash_attn").flash_attn_func
         q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.half)
@@ -116,7 +116,7 @@ def test_numbers_say_that_a_stand_in_made_them() -> None:
     assert list(gpu.notes) == [SENTENCE]
 
 
-def test_transformers_asks_again() -> None:
+def test_transformers_finds_the_stand_in_in_each_simulation() -> None:
     utils = pytest.importorskip("transformers.utils")
     for _ in range(2):
         assert not utils.is_flash_attn_2_available()

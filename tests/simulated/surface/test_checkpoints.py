@@ -1,4 +1,4 @@
-"""Saving and loading: what is known is saved as torch saves it, and nothing is made up."""
+"""torch.save and torch.load: known values are saved as by torch, unknown ones as shapes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_unknown_tensors_are_saved_as_shapes(place: torch.device | str | None) -
         assert (one.shape, part.shape, part.stride()) == ((100, 100), (100, 95), (1, 100))
         assert isinstance(parameter, nn.Parameter)
         assert one.device.type == ("cpu" if place == "cpu" else "cuda")
-        # The three share one storage, as what was saved does.
+        # The three share one storage, as the saved tensors did.
         assert gpu.allocated - before == (0 if place == "cpu" else 40_448)
         with pytest.raises(UnknownValueError):
             one.tolist()
@@ -62,7 +62,7 @@ def test_unknown_tensors_are_saved_as_shapes(place: torch.device | str | None) -
         assert (one * 2).shape == (100, 100)
 
 
-def test_shapes_are_no_checkpoint_outside_a_simulation() -> None:
+def test_a_checkpoint_of_shapes_is_refused_outside_a_simulation() -> None:
     with simulate("T4"):
         content = pickle.dumps(torch.rand(3, device="cuda"))
     with pytest.raises(RuntimeError, match=r"simulated GPU, which had no values to save"):

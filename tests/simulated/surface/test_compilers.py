@@ -1,4 +1,4 @@
-"""Torch's compilers are imported when somebody needs them; each test is a process of its own."""
+"""Torch's compilers are imported on first use; each test runs in a new process."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def train(model, *shape):
 
 
 def run(code: str, kind: str = "symbolic") -> None:
-    """Run ``code`` where no compiler has been imported yet; its output is what it asserts.
+    """Run ``code`` in a process without torch's compilers; it must exit without output.
 
-    In a ``"plain"`` process nothing has been imported that compilers are built on either.
+    In a ``"plain"`` process their dependencies are not imported either.
     """
     command = [str(quick(kind)), "-c", PRELUDE + textwrap.dedent(code)]
     ran = subprocess.run(command, capture_output=True, text=True)
@@ -47,7 +47,7 @@ def run(code: str, kind: str = "symbolic") -> None:
     assert (ran.returncode, errors) == (0, [])
 
 
-def test_a_training_step_imports_none_of_it() -> None:
+def test_a_training_step_imports_no_compiler() -> None:
     run(
         """
         assert not COMPILERS & set(sys.modules)
@@ -70,7 +70,7 @@ def test_a_training_step_imports_none_of_it() -> None:
     )
 
 
-def test_what_needs_it_imports_it_as_without_a_simulation() -> None:
+def test_compile_imports_the_unpatched_compilers() -> None:
     run(
         """
         with pytest_gpumem.simulate("A100-40GB"):
@@ -99,7 +99,7 @@ def test_what_needs_it_imports_it_as_without_a_simulation() -> None:
 @pytest.mark.skipif(
     torch.__version__ < FOLLOWED_SINCE, reason=f"compiled code is followed since {FOLLOWED_SINCE}"
 )
-def test_dynamo_that_was_imported_in_the_middle_compiles_for_the_simulation_and_after_it() -> None:
+def test_dynamo_imported_in_a_simulation_compiles_during_and_after_it() -> None:
     run(
         """
         backends = []
@@ -117,7 +117,7 @@ def test_dynamo_that_was_imported_in_the_middle_compiles_for_the_simulation_and_
     )
 
 
-def test_several_threads_find_it_imported() -> None:
+def test_a_second_thread_imports_dynamo_at_its_start() -> None:
     run(
         """
         import threading
@@ -133,7 +133,7 @@ def test_several_threads_find_it_imported() -> None:
     )
 
 
-def test_what_a_test_has_replaced_itself_outlives_an_import() -> None:
+def test_names_that_a_test_patches_survive_an_import() -> None:
     run("""
         with pytest_gpumem.simulate("T4"):
             torch.cuda.utilization = lambda: 7
@@ -146,7 +146,7 @@ def test_what_a_test_has_replaced_itself_outlives_an_import() -> None:
 
 
 @pytest.mark.skipif(find_spec("expecttest") is None, reason="expecttest is not installed")
-def test_what_tests_of_torch_are_built_on_finds_the_gpu() -> None:
+def test_torchs_testing_modules_find_the_gpu() -> None:
     run("""
         with pytest_gpumem.simulate("T4"):
             import torch._dynamo.test_case

@@ -1,4 +1,4 @@
-"""What is replaced changes nothing on the CPU: every form of every call, replaced and not."""
+"""Patched functions on CPU tensors: every form of every call equals the unpatched one."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ untyped: Any = torch
 
 
 class Signature(NamedTuple):
-    """Arguments in their order, then those that have names only."""
+    """Positional arguments in their order, then keyword-only arguments."""
 
     positional: dict[str, Any]
-    named: dict[str, Any] = {}  # noqa: RUF012  # a default that nobody changes
+    named: dict[str, Any] = {}  # noqa: RUF012  # a default that is never changed
 
 
 _SIZE: dict[str, Any] = {"size": (2, 3)}
@@ -163,7 +163,7 @@ _VARIADIC = frozenset({"empty", "ones", "rand", "randn", "zeros"})
 
 
 def forms(signature: Signature) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Every number of arguments by position, the rest by name."""
+    """Return the calls with every number of positional arguments, the rest by name."""
     names = list(signature.positional)
     for count in range(len(names) + 1):
         given = tuple(signature.positional[name] for name in names[:count])
@@ -172,7 +172,7 @@ def forms(signature: Signature) -> Iterator[tuple[tuple[Any, ...], dict[str, Any
 
 
 def factory_calls(name: str) -> Iterator[tuple[str, Call]]:
-    """Calls of the factory ``name`` in every form, with every option."""
+    """Return the calls of factory ``name`` in every form, with every option."""
     owner = torch.fft if name.endswith("fftfreq") else torch
     signatures = [
         (form, options) for s in FACTORIES[name] for form in forms(s) for options in OPTIONS
@@ -759,7 +759,7 @@ _ELSEWHERE = {
 
 
 def outcome(call: Call) -> Any:
-    """What ``call`` returns or raises, as plain values that can be compared."""
+    """Return the result or the error of ``call`` as plain values that can be compared."""
     torch.default_generator.manual_seed(0)  # torch's function notes a stack for each other device
     try:
         return shown(call())
@@ -769,7 +769,7 @@ def outcome(call: Call) -> Any:
 
 
 def shown(value: Any) -> Any:
-    """``value`` without what differs from call to call."""
+    """Return ``value`` as plain values, without addresses."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             return "sparse", value.shape, shown(value._indices()), shown(value._values())
@@ -795,7 +795,7 @@ def shown(value: Any) -> Any:
 
 
 def compare(calls: dict[str, Call]) -> None:
-    """Make every call with nothing replaced and on a machine with simulated GPUs."""
+    """Compare every call without patches with the same call during a simulation."""
     wanted = {name: outcome(call) for name, call in calls.items()}
     found = {}
     with simulate("T4*2") as gpu:
@@ -814,12 +814,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_factories_make_the_same(name: str) -> None:
+def test_factories_return_the_same_on_the_cpu(name: str) -> None:
     compare(dict(factory_calls(name)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_methods_do_the_same(kind: str) -> None:
+def test_methods_return_the_same_on_the_cpu(kind: str) -> None:
     make = KINDS[kind]
     compare(
         {
@@ -832,11 +832,11 @@ def test_methods_do_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_do_the_same(name: str) -> None:
+def test_functions_return_the_same_on_the_cpu(name: str) -> None:
     compare({f"{name} {number}": call for number, call in enumerate(FUNCTIONS[name])})
 
 
-def test_nothing_that_is_replaced_is_left_out() -> None:
+def test_every_patched_name_is_compared() -> None:
     (gpu, *_) = SimulatedGPU.machine("T4*2")
     known = {*FACTORIES, *METHODS, *FUNCTIONS, *NOT_OF_THE_CPU}
     left_out = []
@@ -850,7 +850,7 @@ def test_nothing_that_is_replaced_is_left_out() -> None:
     assert not left_out
 
 
-def test_what_cuda_takes_apart_has_its_own_kernel_on_the_cpu() -> None:
+def test_operators_decomposed_for_cuda_keep_their_cpu_kernel() -> None:
     numbers = torch.linspace(-2, 2, 5, requires_grad=True)
     (expected,) = torch.autograd.grad(F.mish(numbers).sum(), numbers)
     with simulate("T4"):

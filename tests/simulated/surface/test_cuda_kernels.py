@@ -1,4 +1,4 @@
-"""Operators that only CUDA has kernels for: computed where values are, or named; never made up."""
+"""Operators with CUDA kernels alone: their real values are computed, or refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def matrices(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.skipif(not hasattr(aten.mm, "dtype"), reason="since torch 2.8")
-def test_products_of_another_type() -> None:
+def test_products_with_another_result_dtype_are_computed() -> None:
     a, b, added = matrices(torch.bfloat16, (4, 8), (8, 6), (4, 6))
     product, wide = a.float() @ b.float(), added.float()
     with simulate("H100", real_values=True):
@@ -46,7 +46,7 @@ def test_products_of_another_type() -> None:
             torch.testing.assert_close(result.cpu(), expected.get(name, product))
 
 
-def test_products_with_scales() -> None:
+def test_scaled_products_are_computed() -> None:
     a, b = matrices(torch.float8_e4m3fn, (16, 32), (48, 32))
     product = a.float() @ b.float().T
     rows, columns = torch.arange(1.0, 17)[:, None], torch.arange(1.0, 49)[None]
@@ -59,7 +59,7 @@ def test_products_with_scales() -> None:
         torch.testing.assert_close(by_row.cpu(), (rows * product * columns).bfloat16())
 
 
-def test_weights_of_four_bits_are_packed_as_tensor_cores_read_them() -> None:
+def test_four_bit_weights_are_packed_in_the_layout_of_tensor_cores() -> None:
     numbers = torch.arange(16 * 64).view(16, 64) * 7 % 16
     weight = (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8)
     x = torch.arange(3 * 64).view(3, 64).bfloat16() / 64
@@ -88,7 +88,7 @@ def test_fused_dropout_scales_what_it_keeps() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_sequences_of_several_lengths_attend_to_themselves(causal: bool) -> None:
+def test_packed_sequences_attend_within_themselves(causal: bool) -> None:
     lengths = [5, 1, 10]
     ends = torch.tensor([0, 5, 6, 16], dtype=torch.int32)
     q, k, v = (m.requires_grad_() for m in matrices(torch.float32, *[(16, 2, 8)] * 3))
@@ -118,7 +118,7 @@ def test_sequences_of_several_lengths_attend_to_themselves(causal: bool) -> None
 
 
 @pytest.mark.skipif(not hasattr(aten, "_fused_rms_norm_backward"), reason="since torch 2.9")
-def test_backward_of_the_fused_norm() -> None:
+def test_backward_of_the_fused_norm_is_computed() -> None:
     x, gradient, weight = matrices(torch.float32, (4, 6), (4, 6), (6,))
     x.requires_grad_(), weight.requires_grad_()
     expected = torch.autograd.grad(F.rms_norm(x, (6,), weight, 1e-6), (x, weight), gradient)
@@ -130,7 +130,7 @@ def test_backward_of_the_fused_norm() -> None:
             torch.testing.assert_close(one.cpu(), other)
 
 
-def test_what_cannot_be_computed_is_named_and_not_made_up() -> None:
+def test_an_operator_that_cannot_be_computed_is_refused_by_name() -> None:
     with simulate("A100-40GB", real_values=True) as gpu:
         y = torch._cslt_compress(torch.ones(32, 64, device="cuda").half()).float()
         sentence = r"aten\._cslt_compress\.default cannot be computed on the CPU"

@@ -1,4 +1,4 @@
-"""What unmodified CUDA code sees on a machine without a GPU."""
+"""The CUDA interface of torch that unmodified code uses on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_gpumem.values.errors import UnsupportedOperatorError
 MIB = 1024 * 1024
 
 
-def test_tensors_say_that_they_are_on_cuda() -> None:
+def test_tensors_report_that_they_are_on_cuda() -> None:
     with simulate("T4"):
         x = torch.empty(4, device="cuda")
         assert x.device == torch.device("cuda", 0)
@@ -60,7 +60,7 @@ def test_tensors_say_that_they_are_on_cuda() -> None:
         lambda: torch.ones(256).type(torch.cuda.FloatTensor),  # type: ignore[attr-defined]  # made by torch at run time
     ],
 )
-def test_every_way_onto_the_device_allocates_1024_bytes(make: object) -> None:
+def test_every_factory_and_move_allocates_1024_bytes(make: object) -> None:
     with simulate("T4") as gpu:
         x = make()  # type: ignore[operator]  # a lambda of the list above
         gc.collect()
@@ -69,7 +69,7 @@ def test_every_way_onto_the_device_allocates_1024_bytes(make: object) -> None:
     del x
 
 
-def test_what_stays_on_the_cpu_costs_nothing_and_is_really_computed() -> None:
+def test_cpu_tensors_take_no_gpu_memory_and_are_computed() -> None:
     with simulate("T4") as gpu:
         x = torch.arange(6.0)
         for _ in range(3):
@@ -78,7 +78,7 @@ def test_what_stays_on_the_cpu_costs_nothing_and_is_really_computed() -> None:
         assert gpu.peak_allocated == 0
 
 
-def test_moving_to_where_it_is_gives_the_same_tensor() -> None:
+def test_moving_to_the_same_device_returns_the_same_tensor() -> None:
     with simulate("T4") as gpu:
         x = torch.ones(256, device="cuda")
         assert x.cuda() is x
@@ -102,7 +102,7 @@ def test_default_device_and_device_contexts() -> None:
         assert not torch.zeros(3).is_cuda
 
 
-def test_meta_tensors_of_the_users_own_hold_no_memory() -> None:
+def test_the_users_meta_tensors_hold_no_memory() -> None:
     with simulate("T4") as gpu:
         layer = nn.Linear(64, 64, device="meta")
         with torch.device("meta"):
@@ -114,7 +114,7 @@ def test_meta_tensors_of_the_users_own_hold_no_memory() -> None:
         assert torch.ones(256, device="cuda").is_cuda
 
 
-def test_cuda_module_keeps_its_parameters_so_an_earlier_optimizer_sees_them() -> None:
+def test_module_cuda_keeps_the_parameters_of_an_earlier_optimizer() -> None:
     with simulate("T4", torch_version="2.6") as gpu:
         model = nn.Linear(8, 8)
         optimizer = torch.optim.Adam(model.parameters())
@@ -143,7 +143,7 @@ def test_tied_weights_stay_tied() -> None:
         assert gpu.allocated == 2 * 64 * 64 * 4
 
 
-def test_module_with_gradients_moves_with_them() -> None:
+def test_a_module_moves_with_its_gradients() -> None:
     with simulate("T4") as gpu:
         layer = nn.Linear(64, 64, bias=False)
         layer(torch.ones(1, 64)).sum().backward()
@@ -177,7 +177,7 @@ def test_deepcopy_of_a_tensor_with_a_gradient() -> None:
         assert gpu.allocated == 4 * 1024
 
 
-def test_modules_move_by_number_and_lazy_ones_before_they_have_a_shape() -> None:
+def test_modules_move_by_index_and_lazy_ones_before_their_shape() -> None:
     with simulate("T4"):
         assert nn.Linear(2, 2).to(0).weight.is_cuda
         lazy = nn.LazyLinear(4).cuda()
@@ -194,7 +194,7 @@ def test_modules_move_by_number_and_lazy_ones_before_they_have_a_shape() -> None
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_a_lazy_module_s_buffers_stay_lazy_until_its_first_call(half: bool) -> None:
+def test_buffers_of_a_lazy_module_stay_lazy_until_its_first_call(half: bool) -> None:
     with simulate("T4"):
         norm = nn.LazyBatchNorm2d().to("cuda")
         norm = norm.half() if half else norm
@@ -222,7 +222,7 @@ def test_sparse_tensors_move_to_the_gpu_in_parts(real_values: bool) -> None:
             torch.eye(3).to_sparse_csr().cuda()
 
 
-def test_the_cuda_version_is_one() -> None:
+def test_torch_version_cuda_is_a_version() -> None:
     with simulate("T4"):
         assert torch.version.cuda is not None
         major, minor = (int(part) for part in torch.version.cuda.split("."))
@@ -238,7 +238,7 @@ def test_state_dict_round_trip() -> None:
         assert model.weight.is_cuda
 
 
-def test_memory_statistics_are_torchs_own() -> None:
+def test_memory_statistics_are_read_by_torchs_functions() -> None:
     with simulate("T4"):
         x = torch.ones(1024, device="cuda")
         assert torch.cuda.memory_allocated() == torch.cuda.memory.memory_allocated() == 4096
@@ -297,7 +297,7 @@ def test_device_queries() -> None:
         torch.accelerator.synchronize()
 
 
-def test_another_device_than_the_one_there_is_an_error() -> None:
+def test_a_missing_device_is_an_error() -> None:
     with simulate("T4"):
         with pytest.raises(RuntimeError, match="invalid device ordinal"):
             torch.ones(3, device="cuda:1")
@@ -346,7 +346,7 @@ def test_random_state() -> None:
         torch.cuda.set_rng_state(torch.cuda.get_rng_state())
 
 
-def test_random_states_are_16_bytes_as_cudas_are() -> None:
+def test_a_random_state_has_16_bytes() -> None:
     with simulate("T4", real_values=True):
         torch.cuda.manual_seed(5)
         state = torch.cuda.get_rng_state()
@@ -404,8 +404,10 @@ def test_out_of_memory_is_torchs_exception_with_its_words() -> None:
 @pytest.mark.parametrize(
     "call", [torch.relu, methodcaller("softmax", -1), methodcaller("to", torch.float64)]
 )
-def test_in_a_handler_the_failed_calls_input_is_gone(call: Callable[[torch.Tensor], Any]) -> None:
-    # C++ has dropped the sum by then; the frames of the error keep x alone.
+def test_a_failed_calls_temporaries_are_freed(
+    call: Callable[[torch.Tensor], Any],
+) -> None:
+    # C++ has released the sum; the frames of the traceback keep x alone.
     def run() -> None:
         x = torch.empty(13 << 28, device="cuda")
         call(x[: 1 << 28] + 1)
@@ -421,7 +423,7 @@ def test_in_a_handler_the_failed_calls_input_is_gone(call: Callable[[torch.Tenso
             pytest.fail("everything fits")
 
 
-def test_a_model_that_does_not_fit_runs_out_of_memory_while_it_is_made() -> None:
+def test_a_model_that_does_not_fit_fails_while_it_is_built() -> None:
     with (
         simulate("T4"),
         pytest.raises(torch.OutOfMemoryError),
@@ -450,7 +452,7 @@ def test_numbers_assigned_to_elements_allocate_nothing() -> None:
         assert gpu.peak_allocated == 1024
 
 
-def test_compiled_code_runs_eagerly_where_it_is_asked_to_and_says_so() -> None:
+def test_compiled_code_runs_eagerly_on_request_with_a_note() -> None:
     with simulate("T4", compile="eager") as gpu:
         compile: Any = torch.compile
         double = compile(lambda x: x * 2)
@@ -460,7 +462,7 @@ def test_compiled_code_runs_eagerly_where_it_is_asked_to_and_says_so() -> None:
         assert any("torch.compile at " in note for note in gpu.notes)
 
 
-def test_inference_mode_takes_composite_operators_apart_in_view() -> None:
+def test_composite_operators_are_decomposed_in_inference_mode() -> None:
     with simulate("T4", torch_version="2.6") as gpu:
         layer = nn.Linear(8, 8).cuda()
         with torch.inference_mode():
@@ -469,7 +471,7 @@ def test_inference_mode_takes_composite_operators_apart_in_view() -> None:
         assert gpu.allocated == 2 * 512 + 8_519_680
 
 
-def test_after_the_simulation_everything_is_as_before(tmp_path: Path) -> None:
+def test_torch_is_restored_after_the_simulation(tmp_path: Path) -> None:
     before = (
         torch.cuda.is_available(),
         torch.Tensor.device,
@@ -515,7 +517,7 @@ def test_simulations_nest_and_the_outer_one_comes_back() -> None:
         del y
 
 
-def test_an_exception_inside_leaves_nothing_behind() -> None:
+def test_an_exception_inside_restores_torch() -> None:
     with pytest.raises(ZeroDivisionError), simulate("T4"):
         1 / 0  # noqa: B018  # raises
     assert not torch.cuda.is_available()
@@ -579,7 +581,7 @@ def test_device_management() -> None:
             assert torch.cuda.current_device() == 0
 
 
-def test_the_module_of_the_present_device_is_not_remembered_beyond() -> None:
+def test_get_device_module_is_not_cached_beyond_the_simulation() -> None:
     outside = torch.get_device_module()
     with simulate("T4"):
         assert torch.get_device_module() is torch.get_device_module("cuda") is torch.cuda
@@ -587,7 +589,7 @@ def test_the_module_of_the_present_device_is_not_remembered_beyond() -> None:
     assert torch.get_device_module() is outside
 
 
-def test_accelerator_is_the_same_device() -> None:
+def test_torch_accelerator_is_the_simulated_device() -> None:
     with simulate("T4") as gpu:
         accelerator = torch.accelerator
         x = torch.ones(256, device=accelerator.current_accelerator())
@@ -604,7 +606,7 @@ def test_accelerator_is_the_same_device() -> None:
             assert accelerator.memory_stats()["allocated_bytes.all.peak"] == 0
 
 
-def test_types_by_name_and_questions_about_cpu_tensors() -> None:
+def test_types_and_attributes_of_cpu_tensors_are_unchanged() -> None:
     with simulate("T4"):
         x = torch.ones(3)
         assert x.type() == "torch.FloatTensor"
@@ -625,7 +627,7 @@ def test_types_by_name_and_questions_about_cpu_tensors() -> None:
         assert repr(torch.ones(1, device="meta")).startswith("tensor(..., device='meta'")
 
 
-def test_data_of_a_tensor_can_be_replaced_on_its_device() -> None:
+def test_data_of_a_tensor_can_be_assigned() -> None:
     with simulate("T4") as gpu:
         x = torch.ones(256, device="cuda")
         x.data = torch.ones(512, device="cuda")
@@ -660,7 +662,7 @@ def test_methods_work_inside_function_modes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_sparse_tensors_pass_by_unseen() -> None:
+def test_sparse_cpu_tensors_stay_on_the_cpu() -> None:
     with simulate("T4") as gpu:
         sparse = torch.sparse_coo_tensor(
             torch.tensor([[0, 2]]), torch.ones(2), (3,), check_invariants=True

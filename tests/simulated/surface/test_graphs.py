@@ -1,4 +1,4 @@
-"""CUDA graphs: bodies run once, their memory stays with them."""
+"""CUDA graphs: a capture runs the body once, and the graph keeps its memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def segments() -> list[tuple[Any, int]]:
 
 
 def losses(*, captured: bool) -> list[float]:
-    """Of three training steps after two to warm up, on a device that computes."""
+    """Return the losses of three training steps with real values, after two of warm-up."""
     batches = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0))
     with simulate("T4", real_values=True):
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ class TestCapture:
             assert (calls, len(gpu.trace)) == (1, events)
             assert y.shape == x.shape
 
-    def test_memory_is_the_graphs_own(self) -> None:
+    def test_memory_of_a_capture_is_in_the_graphs_pool(self) -> None:
         with simulate("T4", torch_version=NO_RANDOM_STATE):
             outside = mebibytes(30)
             graph = torch.cuda.CUDAGraph()
@@ -96,7 +96,7 @@ class TestCapture:
             torch.cuda.empty_cache()
             assert segments() == [((1, 0), 30)]
 
-    def test_temporaries_are_shared_inside_and_kept_for_replays(self) -> None:
+    def test_temporaries_are_reused_in_the_capture_and_kept_for_replays(self) -> None:
         with simulate("T4", torch_version=NO_RANDOM_STATE):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -130,13 +130,13 @@ class TestCapture:
                 assert graph.pool() == (number, 0)
                 graph.reset()
 
-    def test_entering_empties_the_cache(self) -> None:
+    def test_the_beginning_of_a_capture_empties_the_cache(self) -> None:
         with simulate("T4", torch_version=NO_RANDOM_STATE):
             mebibytes(30)
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 assert torch.cuda.memory_reserved() == 0
 
-    def test_graphs_share_a_pool(self) -> None:
+    def test_graphs_may_share_a_pool(self) -> None:
         with simulate("T4", torch_version=NO_RANDOM_STATE):
             first, second, third = (torch.cuda.CUDAGraph() for _ in range(3))
             with torch.cuda.graph(first):
@@ -156,7 +156,7 @@ class TestCapture:
             torch.cuda.empty_cache()
             assert segments() == [((0, 1), 30)]
 
-    def test_streams_that_join_are_captured_too(self) -> None:
+    def test_streams_that_wait_for_the_capture_are_captured_too(self) -> None:
         with simulate("T4", torch_version=NO_RANDOM_STATE):
             side = torch.cuda.Stream()
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -189,7 +189,7 @@ class TestCapture:
 
     def test_streams_of_nodes_are_captured_with_their_backward(self) -> None:
         # The engine makes each node's stream wait, and memory for a stream that takes part in a
-        # capture is the graph's: a copy that autocast keeps may have been made on another stream.
+        # capture is the graph's: a cast that autocast caches may have been made on another stream.
         with simulate("T4", torch_version=NO_RANDOM_STATE):
             side = torch.cuda.Stream()
             x = torch.ones(1 << 20, device="cuda", requires_grad=True)
@@ -232,7 +232,7 @@ class TestCapture:
         (lambda x: x.to("cpu", non_blocking=True), False),
     ],
 )
-def test_a_graph_without_nodes_is_warned_of(
+def test_an_empty_graph_gives_a_warning(
     body: Callable[[torch.Tensor], object], is_empty: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     with simulate("T4"):
@@ -246,9 +246,9 @@ def test_a_graph_without_nodes_is_warned_of(
 
 
 class TestValues:
-    """A capture computes nothing; a replay does what was captured, on what is there then."""
+    """A capture computes nothing; a replay computes the captured operators on current values."""
 
-    def test_what_a_graph_does_not_write_stays_known(self) -> None:
+    def test_tensors_that_a_graph_does_not_write_stay_known(self) -> None:
         with simulate("T4"):
             count, steps = torch.zeros(2, dtype=torch.int64, device="cuda").split(1)
             other = torch.arange(3, device="cuda")
@@ -273,7 +273,7 @@ class TestValues:
                 with pytest.raises(UnknownValueError):
                     made.item()
 
-    def test_replays_compute_what_was_captured(self) -> None:
+    def test_a_replay_computes_the_captured_operators(self) -> None:
         with simulate("T4", real_values=True):
             x = torch.ones(4, device="cuda")
             count = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -295,7 +295,7 @@ class TestValues:
                 assert on_host.tolist() == [value] * 4
             assert count.item() == 2
 
-    def test_every_replay_draws_anew(self) -> None:
+    def test_every_replay_draws_new_random_numbers(self) -> None:
         with simulate("T4", real_values=True):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -312,7 +312,7 @@ class TestValues:
             assert torch.equal(torch.rand(8, device="cuda"), first)
 
     @pytest.mark.parametrize("shared", [False, True])
-    def test_graphs_read_memory_that_others_have_left_or_overwritten(self, shared: bool) -> None:
+    def test_graphs_read_memory_that_other_graphs_have_written(self, shared: bool) -> None:
         """test_graph_three_successive of PyTorch 2.6."""
         with simulate("T4", real_values=True):
             a = torch.ones(1000, device="cuda")
@@ -354,7 +354,7 @@ class TestValues:
             assert beside.data_ptr() - narrow.data_ptr() == 2048
             assert (narrow[0].item(), beside[0].item(), total.item()) == (6, 8, 4096)
 
-    def test_what_lies_across_other_tensors_makes_them_unknown(self) -> None:
+    def test_a_replay_makes_overlapping_tensors_unknown(self) -> None:
         with simulate("T4", real_values=True):
             a = torch.ones(256, device="cuda")
             first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -373,7 +373,7 @@ class TestValues:
             with pytest.raises(UnknownValueError):
                 large.sum().item()
 
-    def test_storages_that_point_into_a_pool_show_what_is_there(self) -> None:
+    def test_a_storage_at_an_address_in_a_pool_has_its_values(self) -> None:
         with simulate("T4", real_values=True):
             a = torch.ones(256, device="cuda")
             graph = torch.cuda.CUDAGraph()
@@ -389,7 +389,7 @@ class TestValues:
             graph.replay()
             assert again[0].item() == 6
 
-    def test_a_smaller_type_follows_at_an_address(self) -> None:
+    def test_a_tensor_of_a_smaller_dtype_may_follow_at_an_address(self) -> None:
         with simulate("T4", real_values=True):
             x = torch.full((25,), 3.0, device="cuda")
             with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
@@ -401,7 +401,7 @@ class TestValues:
                 assert total.item() == expected
                 assert large.sum().item() == 25 * (value > 2)
 
-    def test_what_writes_to_an_argument_has_a_result_as_well(self) -> None:
+    def test_operators_that_write_arguments_also_return_results(self) -> None:
         with simulate("T4", real_values=True):
             x = torch.randn(100, 4, device="cuda")
             norm = nn.BatchNorm1d(4).cuda()
@@ -417,7 +417,7 @@ class TestValues:
             assert torch.equal(y, nn.functional.rrelu(x, training=True))
             assert torch.allclose(z, norm(x))
 
-    def test_a_generator_draws_from_the_state_it_had_in_the_capture(self) -> None:
+    def test_a_generator_draws_from_its_state_in_the_capture(self) -> None:
         with simulate("T4", real_values=True):
             default = torch.cuda.default_generators[0]
             own, other = default.graphsafe_get_state(), default.clone_state()
@@ -435,10 +435,10 @@ class TestValues:
             assert torch.equal(drawn, torch.rand(4, device="cuda"))
             assert own.get_offset() == other.get_offset()
 
-    def test_a_training_step_in_a_graph_learns_what_it_would_without(self) -> None:
+    def test_a_captured_training_step_has_the_losses_of_eager_code(self) -> None:
         assert losses(captured=True) == losses(captured=False)
 
-    def test_replays_take_no_memory_for_values_of_dead_tensors(self) -> None:
+    def test_replays_keep_no_values_of_freed_tensors(self) -> None:
         def events(real_values: bool) -> list[tuple[str, int, int]]:
             with simulate("T4", real_values=real_values) as gpu:
                 graph = torch.cuda.CUDAGraph()
@@ -454,12 +454,10 @@ class TestValues:
 
 
 class TestRandomState:
-    """Seed and offset of random operators live in two small tensors."""
+    """Seed and offset of random operators, which are two small tensors."""
 
     @pytest.mark.parametrize("version", ["2.6", "2.11"])
-    def test_up_to_2_11_all_captures_share_them_on_the_stream_of_the_first(
-        self, version: str
-    ) -> None:
+    def test_up_to_2_11_captures_share_states_on_the_first_ones_stream(self, version: str) -> None:
         with simulate("T4", torch_version=version):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -477,7 +475,7 @@ class TestRandomState:
             del another
             assert torch.cuda.memory_allocated() == 0
 
-    def test_since_2_14_they_come_behind_the_result_that_needs_them(self) -> None:
+    def test_since_2_14_states_are_allocated_behind_the_first_result(self) -> None:
         """Events of torch 2.15.0+cu132."""
         with simulate("T4", torch_version="2.15") as gpu:
             x = torch.ones(64, 64, device="cuda")
@@ -488,9 +486,7 @@ class TestRandomState:
             assert events == [64 * 64, 64 * 64 * 4, 8, 8]
 
     @pytest.mark.parametrize("version", ["2.12", "2.13"])
-    def test_in_2_12_and_2_13_every_capture_has_its_own_on_the_default_stream(
-        self, version: str
-    ) -> None:
+    def test_in_2_12_and_2_13_every_capture_has_its_own_states(self, version: str) -> None:
         """test_graph_memory_stats_and_use_result_after_destroy_graph of PyTorch 2.13."""
         with simulate("T4", torch_version=version):
             stream = torch.cuda.Stream()
@@ -525,7 +521,7 @@ class TestRandomState:
     @pytest.mark.parametrize(
         ("version", "bytes_of_two"), [("2.11", 2048), ("2.13", 2048), ("2.14", 0)]
     )
-    def test_a_generator_that_is_registered_has_them_until_2_13(
+    def test_a_registered_generator_has_states_up_to_2_13(
         self, version: str, bytes_of_two: int
     ) -> None:
         with simulate("T4", torch_version=version):
@@ -537,7 +533,7 @@ class TestRandomState:
             assert torch.cuda.memory_allocated() == bytes_of_two
 
     @pytest.mark.parametrize("version", ["2.6", "2.13"])
-    def test_generators_that_share_a_state_share_them(self, version: str) -> None:
+    def test_generators_with_one_state_share_its_tensors(self, version: str) -> None:
         with simulate("T4", torch_version=version):
             default = torch.cuda.default_generators[0]
             graph = torch.cuda.CUDAGraph()
@@ -551,7 +547,7 @@ class TestRandomState:
             assert torch.cuda.memory_allocated() == 0
 
     @pytest.mark.parametrize("version", ["2.14", "2.15"])
-    def test_since_2_14_a_capture_has_them_at_its_first_random_operator(self, version: str) -> None:
+    def test_since_2_14_the_first_random_operator_allocates_states(self, version: str) -> None:
         with simulate("T4", torch_version=version):
             graph = torch.cuda.CUDAGraph()
             x = torch.ones(100, device="cuda")
@@ -568,7 +564,7 @@ class TestRandomState:
             graph.reset()
             assert torch.cuda.memory_allocated() == 512
 
-    def test_since_2_14_they_stay_active_until_a_replay_on_another_stream_is_over(self) -> None:
+    def test_since_2_14_states_are_active_until_a_replay_has_ended(self) -> None:
         with simulate("T4", torch_version="2.14"):
             graph = torch.cuda.CUDAGraph()
             x = torch.ones(100, device="cuda")
@@ -584,7 +580,7 @@ class TestRandomState:
             torch.cuda.empty_cache()
             assert torch.cuda.memory_stats()["active_bytes.all.current"] == 512
 
-    def test_outside_of_captures_there_are_none(self) -> None:
+    def test_random_operators_outside_of_captures_allocate_no_states(self) -> None:
         with simulate("T4"):
             torch.rand(100, device="cuda")
             assert torch.cuda.memory_allocated() == 0
@@ -594,7 +590,7 @@ class TestWorkspaces:
     """A matrix product in a capture takes its workspace from the graph's pool."""
 
     @pytest.mark.parametrize(("version", "kept"), [("2.11", 20), ("2.12", 0)])
-    def test_it_goes_with_the_graph_since_2_12(self, version: str, kept: int) -> None:
+    def test_workspaces_end_with_the_graph_since_2_12(self, version: str, kept: int) -> None:
         with simulate("T4", torch_version=version):
             x = torch.ones(4, 4, device="cuda")
             graph = torch.cuda.CUDAGraph()
@@ -607,7 +603,7 @@ class TestWorkspaces:
 
 
 class TestMisuse:
-    """torch's words, and CUDA's."""
+    """Errors of torch and of CUDA."""
 
     @pytest.mark.parametrize(
         ("use", "words"),
@@ -620,11 +616,11 @@ class TestMisuse:
             (lambda graph: graph.instantiate(), r"capture_end\(\) must have been called"),
         ],
     )
-    def test_out_of_order(self, use: Callable[[Any], object], words: str) -> None:
+    def test_calls_out_of_order_are_errors(self, use: Callable[[Any], object], words: str) -> None:
         with simulate("T4"), pytest.raises(RuntimeError, match=words):
             use(torch.cuda.CUDAGraph())
 
-    def test_a_graph_captures_once(self) -> None:
+    def test_a_graph_cannot_capture_twice(self) -> None:
         with simulate("T4"):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -643,7 +639,7 @@ class TestMisuse:
         ],
         ids=["item", "cpu", "device", "stream", "event"],
     )
-    def test_nobody_waits_in_a_capture(self, wait: Callable[[torch.Tensor], object]) -> None:
+    def test_waiting_in_a_capture_is_an_error(self, wait: Callable[[torch.Tensor], object]) -> None:
         with simulate("T4"):
             x = torch.randn(4, device="cuda")
             with (
@@ -665,7 +661,7 @@ class TestMisuse:
                 outer.capture_end()
 
     @pytest.mark.parametrize("version", ["2.11", "2.13"])
-    def test_up_to_2_13_the_generator_is_what_complains(self, version: str) -> None:
+    def test_up_to_2_13_the_generator_raises_the_error(self, version: str) -> None:
         with simulate("T4", torch_version=version), torch.cuda.stream(torch.cuda.Stream()):
             outer = torch.cuda.CUDAGraph()
             outer.capture_begin()
@@ -673,7 +669,7 @@ class TestMisuse:
                 torch.cuda.CUDAGraph().capture_begin()
             outer.capture_end()
 
-    def test_a_capture_ends_where_it_began(self) -> None:
+    def test_a_capture_must_end_on_its_stream(self) -> None:
         with simulate("T4"):
             graph = torch.cuda.CUDAGraph()
             stream = torch.cuda.Stream()
@@ -684,7 +680,7 @@ class TestMisuse:
             with torch.cuda.stream(stream):
                 graph.capture_end()
 
-    def test_a_pool_that_is_being_recorded_to_is_taken(self) -> None:
+    def test_a_pool_in_use_by_a_capture_is_refused(self) -> None:
         with simulate("T4"):
             handle = torch.cuda.graph_pool_handle()
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -703,7 +699,7 @@ class TestMisuse:
                 torch.cuda.empty_cache()
             assert torch.cuda.memory_reserved() == 30 * MIB
 
-    def test_what_needs_the_drivers_graph_is_skipped(self) -> None:
+    def test_functions_of_the_drivers_graph_are_refused(self) -> None:
         with simulate("T4"):
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             with torch.cuda.graph(graph):
@@ -732,7 +728,7 @@ class TestMisuse:
             assert torch.cuda.memory_reserved() == 0
 
     @pytest.mark.skipif(torch.__version__ < "2.15", reason="hooks came with torch 2.15")
-    def test_hooks_and_kept_objects_are_torchs_own(self) -> None:
+    def test_hooks_are_called_and_retained_objects_are_kept(self) -> None:
         with simulate("T4"):
             graph, called = new_graph(), list[str]()
             graph.register_capture_end_hook(lambda _: called.append("captured"))
@@ -747,7 +743,7 @@ class TestMisuse:
             assert torch.cuda.memory_allocated() == 0
 
     @pytest.mark.skipif(torch.__version__ < "2.13", reason="the check came with torch 2.13")
-    def test_a_replay_notices_that_an_input_is_gone(self) -> None:
+    def test_a_replay_with_a_freed_input_is_an_error(self) -> None:
         with simulate("T4"):
             graph, x = torch.cuda.CUDAGraph(), mebibytes(30)
             with torch.cuda.graph(graph, check_input_liveness=True):
@@ -789,7 +785,7 @@ class TestGraphedCallables:
             assert max(event.size for event in gpu.trace[events:]) <= 64 * 64 * 4
             assert all(parameter.grad is not None for parameter in model.parameters())
 
-    def test_they_compute_what_the_module_does(self) -> None:
+    def test_graphed_callables_compute_the_values_of_the_module(self) -> None:
         with simulate("T4", real_values=True):
             linear = nn.Linear(8, 4).cuda()
             x = torch.randn(5, 8, device="cuda", requires_grad=True)

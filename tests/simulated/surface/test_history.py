@@ -1,4 +1,4 @@
-"""Where allocations were made, as snapshots show it."""
+"""Stacks of allocations in snapshots, and the recording of events."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_recording_begins_and_ends_as_on_a_gpu() -> None:
     record = torch.cuda.memory._record_memory_history
     with simulate("T4"):
         before = torch.ones(256, device="cuda")
-        assert len(snapshot_events()) == 1  # nobody has asked for anything else
+        assert len(snapshot_events()) == 1  # recording has not begun
         record()
         assert snapshot_events() == []
         x = torch.ones(512, device="cuda")
@@ -81,7 +81,7 @@ def test_recording_is_cleared() -> None:
 
 
 def names_of(stacks: str) -> list[list[str]]:
-    """C++ frames of the allocations of a product and its backward."""
+    """Return the C++ frames of the allocations of a product and its backward."""
     with simulate("T4", torch_version="2.11"):
         layer = nn.Linear(64, 64, bias=False).cuda()
         x = torch.ones(8, 64, device="cuda")
@@ -108,7 +108,7 @@ RECORD: Any = torch.cuda.memory._record_memory_history
 
 
 def recorded(context: str | None, enabled: str = "all") -> dict[str, Any]:
-    """A snapshot of one tensor that died and one that lives, recorded with ``context``."""
+    """Return a snapshot of one freed and one live tensor, recorded with ``context``."""
 
     def the_alloc() -> torch.Tensor:
         return torch.ones(256, device="cuda")
@@ -141,7 +141,7 @@ def functions(entry: dict[str, Any]) -> set[str]:
         (None, set(), set(), set()),
     ],
 )
-def test_context_says_whose_stacks_are_kept(
+def test_context_selects_the_events_with_stacks(
     context: str | None, of_alloc: set[str], of_free: set[str], of_block: set[str]
 ) -> None:
     snapshot = recorded(context)
@@ -158,13 +158,13 @@ def test_context_says_whose_stacks_are_kept(
     assert functions(block) == of_block
 
 
-def test_state_keeps_the_last_event_alone() -> None:
+def test_enabled_state_keeps_the_last_event_alone() -> None:
     (event,) = recorded("all", enabled="state")["device_traces"][0]
 
     assert event["action"] == "free_completed"
 
 
-def test_of_many_events_the_latest_are_kept() -> None:
+def test_max_entries_keeps_the_latest_events() -> None:
     with simulate("T4"):
         RECORD(max_entries=3, stacks="python")
         for size in range(1, 5):
@@ -177,7 +177,7 @@ def test_of_many_events_the_latest_are_kept() -> None:
     ]
 
 
-def test_segments_that_go_back_show_who_emptied_the_cache() -> None:
+def test_segment_free_events_have_the_stack_of_empty_cache() -> None:
     with simulate("T4"):
         RECORD(context="all", stacks="python")
         torch.ones(256, device="cuda")
@@ -195,7 +195,7 @@ def test_segments_that_go_back_show_who_emptied_the_cache() -> None:
         ({"stacks": "cpp"}, "expected stacks to be 'python', or 'all'"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused_in_torchs_words(
+def test_invalid_arguments_of_recording_raise_torchs_errors(
     options: dict[str, str], complaint: str
 ) -> None:
     with simulate("T4"), pytest.raises(RuntimeError, match=complaint):
@@ -225,8 +225,8 @@ _PARAMETERS = inspect.signature(torch.cuda.memory._record_memory_history).parame
 
 
 @pytest.mark.skipif("record_cuda" not in _PARAMETERS, reason="came with torch 2.15")
-def test_recording_without_the_device_allocator_is_off() -> None:
-    """As seen of torch 2.15.0+cu132: what was recorded goes, and nothing more is recorded."""
+def test_recording_the_host_allocator_alone_records_nothing() -> None:
+    """Torch 2.15.0+cu132 drops the recorded events and records no more."""
     record = torch.cuda.memory._record_memory_history
     with simulate("T4"):
         record(context=None)

@@ -1,4 +1,4 @@
-"""Libraries loaded by ctypes whose kernels need a driver: refused by name, never called."""
+"""Libraries loaded by ctypes whose kernels need a driver: their functions are refused by name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds a library
 
 
 def mathematics(path: Path, *, needs: bytes) -> Path:
-    """A copy of the C library's mathematics that names the library it ``needs``."""
+    """Return a copy of libm that contains the name ``needs`` of a library."""
     ctypes.CDLL(ctypes.util.find_library("m"))
     mapped = Path("/proc/self/maps").read_text().split()
     original = next(one for one in mapped if Path(one).name.startswith("libm.so"))
-    path.write_bytes(Path(original).read_bytes() + needs)  # what follows the sections is not read
+    path.write_bytes(Path(original).read_bytes() + needs)  # bytes behind the sections are not read
     return path
 
 

@@ -1,4 +1,4 @@
-"""The names that a simulated GPU replaces: how many of torch's, and which of Python's own."""
+"""Names that a simulated GPU patches: the number of torch's, and Python's with a reason."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def is_of_torch(owner: Any) -> bool:
     return str(getattr(owner, "__module__", None) or owner.__name__).startswith("torch")
 
 
-def test_names_of_python_s_own_have_a_reason_each() -> None:
+def test_each_patched_name_of_python_has_a_reason() -> None:
     found = {f"{owner.__name__}.{name}" for owner, name in replaced() if not is_of_torch(owner)}
     assert found == set(OF_PYTHON)
 
 
-def test_no_more_names_of_torch_are_replaced() -> None:
+def test_the_number_of_patched_names_of_torch_does_not_grow() -> None:
     found = [row for row in replaced() if is_of_torch(row[0])]
     assert len([row for row in found if row[0] is not torch._C]) <= MOST_OF_TORCH
     assert len(found) <= MOST or torch.backends.cuda.is_built()
 
 
-def test_a_method_that_a_tool_has_put_back_goes_with_its_simulation() -> None:
-    # As torch.distributed._tools.mem_tracker replaces it for a time.
+def test_a_method_restored_by_a_tool_is_restored_by_the_simulation() -> None:
+    # torch.distributed._tools.mem_tracker patches it for a time.
     kind: Any = torch.UntypedStorage
     for _ in range(2):
         with simulate("T4"):

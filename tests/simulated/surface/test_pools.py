@@ -45,7 +45,7 @@ class TestMemPool:
             assert inside.is_cuda
             assert outside.is_cuda
 
-    def test_the_memory_goes_with_the_object(self) -> None:
+    def test_memory_of_a_pool_is_released_with_the_object(self) -> None:
         with simulate("T4"):
             pool = torch.cuda.MemPool()
             with torch.cuda.use_mem_pool(pool):
@@ -56,7 +56,7 @@ class TestMemPool:
             del pool
             assert torch.cuda.memory_reserved() == 0
 
-    def test_tensors_outlive_it(self) -> None:
+    def test_tensors_outlive_their_pool(self) -> None:
         with simulate("T4"):
             pool = torch.cuda.MemPool()
             with torch.cuda.use_mem_pool(pool):
@@ -70,7 +70,7 @@ class TestMemPool:
     @pytest.mark.parametrize(
         ("version", "pool"), [("2.6", (0, 1)), ("2.7", (0, 1)), ("2.8", (0, 0)), ("2.13", (0, 0))]
     )
-    def test_backward_goes_along_up_to_2_7(self, version: str, pool: Any) -> None:
+    def test_backward_allocates_from_the_pool_up_to_2_7(self, version: str, pool: Any) -> None:
         with simulate("T4", torch_version=version) as gpu:
             x = torch.ones(1 << 18, device="cuda", requires_grad=True)
             kept = torch.cuda.MemPool()
@@ -83,7 +83,7 @@ class TestMemPool:
             assert {event.pool_id for event in allocated} == {pool}
 
     @pytest.mark.parametrize(("version", "pool"), [("2.7", (0, 1)), ("2.8", (0, 0))])
-    def test_other_threads_go_along_up_to_2_7(self, version: str, pool: Any) -> None:
+    def test_other_threads_allocate_from_the_pool_up_to_2_7(self, version: str, pool: Any) -> None:
         with simulate("T4", torch_version=version):
             kept = torch.cuda.MemPool()
             made: list[torch.Tensor] = []
@@ -93,7 +93,7 @@ class TestMemPool:
                 thread.join()
             assert pools() == [(pool, 30)]
 
-    def test_a_pool_that_does_not_split(self) -> None:
+    def test_a_pool_with_no_split_hands_out_whole_segments(self) -> None:
         with simulate("T4", torch_version="2.13"):
             pool = torch.cuda.MemPool(no_split=True)
             with torch.cuda.use_mem_pool(pool):
@@ -101,7 +101,7 @@ class TestMemPool:
             assert torch.cuda.memory_allocated() == 20 * MIB
             assert x.is_cuda
 
-    def test_a_pool_that_helps_out(self) -> None:
+    def test_a_pool_with_use_on_oom_lends_its_blocks(self) -> None:
         with simulate("T4", torch_version="2.13"):
             pool = torch.cuda.MemPool(use_on_oom=True)
             with torch.cuda.use_mem_pool(pool):
@@ -111,7 +111,7 @@ class TestMemPool:
             assert x.is_cuda
 
     @pytest.mark.parametrize(("version", "option"), [("2.7", "use_on_oom"), ("2.9", "no_split")])
-    def test_options_it_did_not_have_yet(self, version: str, option: str) -> None:
+    def test_options_of_later_releases_are_refused(self, version: str, option: str) -> None:
         options: dict[str, Any] = {option: True}
         with (
             simulate("T4", torch_version=version),
@@ -119,7 +119,7 @@ class TestMemPool:
         ):
             torch.cuda.MemPool(**options)
 
-    def test_a_graph_may_use_it(self) -> None:
+    def test_a_graph_may_use_a_mem_pool(self) -> None:
         with simulate("T4", torch_version="2.14"):
             pool = torch.cuda.MemPool()
             graph = torch.cuda.CUDAGraph()
@@ -147,7 +147,7 @@ class TestMemPool:
         ],
         ids=["pool", "pluggable"],
     )
-    def test_allocators_of_the_users_own_are_skipped(self, use: Callable[[], object]) -> None:
+    def test_custom_allocators_are_refused(self, use: Callable[[], object]) -> None:
         with (
             simulate("T4"),
             pytest.raises(UnsupportedOperatorError, match="past the simulated allocator"),
@@ -185,11 +185,11 @@ def test_live_blocks_of_a_pool_are_compared() -> None:
 
 
 class TestCheckpoints:
-    """``_cuda_getCheckpointState``: a pool is divided again as it was."""
+    """``_cuda_getCheckpointState``: the blocks of a pool are restored."""
 
     core: Any = torch._C
 
-    def test_what_lived_lives_again_and_what_came_later_is_freed(self) -> None:
+    def test_live_blocks_are_restored_and_later_ones_freed(self) -> None:
         with simulate("T4", torch_version="2.14"):  # graphs of which have no random state
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -219,7 +219,7 @@ class TestCheckpoints:
             torch.cuda.caching_allocator_delete(address)
             assert torch.cuda.memory_allocated() == 2 * MIB
 
-    def test_a_storage_may_point_to_memory_and_own_it_later(self) -> None:
+    def test_a_storage_at_an_address_may_own_it_later(self) -> None:
         with simulate("T4", torch_version="2.14"):  # graphs of which have no random state
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -280,7 +280,7 @@ class TestMemPoolContext:
         ("version", "seen", "kept"),
         [("2.7", [((0, 1), 30)], 60), ("2.8", [((0, 0), 30), ((0, 1), 30)], 30)],
     )
-    def test_inside_there_is_but_one_pool(
+    def test_inside_a_context_snapshots_show_its_pool_alone(
         self, version: str, seen: list[tuple[Any, int]], kept: int
     ) -> None:
         with simulate("T4", torch_version=version):
@@ -334,13 +334,13 @@ class TestSettings:
             ("2.10", ValueError, "Unrecognized key 'foo' in Accelerator allocator config."),
         ],
     )
-    def test_bad_ones_are_rejected_in_torchs_words(
+    def test_invalid_settings_raise_torchs_errors(
         self, version: str, error: type[Exception], words: str
     ) -> None:
         with simulate("T4", torch_version=version), pytest.raises(error, match=words):
             set_settings("foo:1")
 
-    def test_the_next_simulation_knows_nothing_of_them(self) -> None:
+    def test_settings_end_with_their_simulation(self) -> None:
         with simulate("T4"):
             set_settings("expandable_segments:True")
         with simulate("T4") as gpu:
@@ -349,13 +349,13 @@ class TestSettings:
 
 
 class TestWithoutCaching:
-    def test_a_call_is_refused(self) -> None:
+    def test_caching_allocator_enable_false_is_refused(self) -> None:
         with simulate("T4"):
             torch.cuda.caching_allocator_enable(True)
             with pytest.raises(UnsupportedOperatorError, match="past the simulated allocator"):
                 torch.cuda.caching_allocator_enable(False)
 
-    def test_the_environment_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_variable_without_caching_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
         with (
             pytest.raises(AllocatorError, match="that is simulated: unset it"),
@@ -365,7 +365,7 @@ class TestWithoutCaching:
 
 
 class TestPinnedMemory:
-    """Powers of two, kept for the next request of their size; they are not counted."""
+    """Pinned memory, whose blocks are not counted: its statistics are refused."""
 
     @pytest.mark.skipif(
         not hasattr(torch.cuda, "host_memory_stats"), reason="this torch has no host_memory_stats"
@@ -394,7 +394,7 @@ class TestPinnedMemory:
             assert pinned[1:].is_pinned()
             assert torch.empty(0).pin_memory().is_pinned()
 
-    def test_what_comes_from_the_gpu_without_blocking_is_pinned(self) -> None:
+    def test_the_result_of_a_non_blocking_download_is_pinned(self) -> None:
         with simulate("T4"):
             x = torch.ones(4, device="cuda")
             assert x.to("cpu", non_blocking=True).is_pinned()

@@ -1,4 +1,4 @@
-"""safetensors, which reads memory at an address, writes shapes and no numbers."""
+"""safetensors, which reads memory by address: unknown ones are written as marker bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def safetensors() -> Any:
 
 @pytest.mark.parametrize("elements", [10, 100_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_bytes_that_are_no_number_stand_for_unknown_values(
+def test_unknown_values_are_written_as_marker_bytes(
     safetensors: Any, elements: int, dtype: torch.dtype
 ) -> None:
     with simulate("T4") as gpu:
@@ -45,7 +45,7 @@ def test_bytes_that_are_no_number_stand_for_unknown_values(
     assert "test_safetensors.py" in note
 
 
-def test_views_of_one_memory_have_its_addresses(safetensors: Any) -> None:
+def test_views_of_one_storage_have_its_addresses(safetensors: Any) -> None:
     with simulate("T4"):
         whole = torch.rand(1000, 1000, device="cuda").cpu()
         begin = safetensors.address(whole)
@@ -64,7 +64,7 @@ def test_known_values_are_written_as_they_are(safetensors: Any) -> None:
         assert safetensors.written(numbers) == expected
 
 
-def test_for_anybody_else_the_address_is_a_value_that_nobody_knows() -> None:
+def test_other_code_cannot_read_the_address_of_unknown_values() -> None:
     with simulate("T4"):
         tensor = torch.rand(3, device="cuda").cpu()
         with pytest.raises(UnknownValueError, match=r"^data_ptr\(\) at "):

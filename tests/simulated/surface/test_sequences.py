@@ -1,4 +1,4 @@
-"""Lists of tensors become tensors, of a GPU's and of the CPU's alike."""
+"""torch.tensor of lists of tensors, on the GPU and on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def on_cpu() -> torch.Tensor:
     return torch.tensor([torch.tensor(1.5), 2, torch.tensor(True)])
 
 
-def test_numbers_of_the_cpu_stay_numbers_during_and_after_a_simulation() -> None:
+def test_lists_of_cpu_tensors_keep_their_values() -> None:
     with simulate("T4"):
         assert on_cpu().tolist() == [1.5, 2.0, 1.0]
         assert not is_sequence(torch.tensor(1.0))
@@ -26,7 +26,7 @@ def test_numbers_of_the_cpu_stay_numbers_during_and_after_a_simulation() -> None
 
 
 @pytest.mark.parametrize("real_values", [False, True])
-def test_numbers_of_a_gpu_are_read(real_values: bool) -> None:
+def test_lists_of_known_gpu_tensors_keep_their_values(real_values: bool) -> None:
     with simulate("T4", real_values=real_values):
         x = torch.tensor(3.0, device="cuda")
         row = torch.tensor([1, 2], device="cuda")
@@ -46,14 +46,14 @@ def test_numbers_of_a_gpu_are_read(real_values: bool) -> None:
             assert (found.tolist(), found.device.type, found.dtype) == (expected, device, dtype)
 
 
-def test_a_second_argument_by_place_is_refused_as_without_tensors_in_the_list() -> None:
+def test_a_second_positional_argument_is_refused() -> None:
     with simulate("T4"):
         x = torch.tensor(3.0, device="cuda")
         with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
             torch.tensor([x], torch.int32)  # the mistake
 
 
-def test_numbers_that_shapes_do_not_have_are_neutral_and_noted() -> None:
+def test_unknown_values_in_a_list_are_zero_with_a_note() -> None:
     with simulate("T4") as gpu:
         losses = torch.tensor([torch.randn((), device="cuda") for _ in range(3)])
         assert (losses.shape, losses.device.type) == ((3,), "cpu")

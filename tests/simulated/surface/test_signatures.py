@@ -1,4 +1,4 @@
-"""What is replaced takes the arguments of what stands in its place, in the installed release."""
+"""Replacements take all arguments of the functions they replace, in the installed release."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def planned() -> Iterator[tuple[Any, str, Any]]:
 
 
 def stubs() -> dict[str, ast.arguments]:
-    """The functions of ``torch._C`` with their arguments, as the release declares them."""
+    """Return the functions of ``torch._C`` and their arguments, from the release's stubs."""
     tree = ast.parse(_STUBS.read_text(encoding="utf-8"))
     return {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def refusal(replacement: Callable[..., Any], count: int, names: tuple[str, ...]) -> str:
-    """Why ``replacement`` cannot be called by so many positions and these names; may be empty."""
+    """Return why ``replacement`` refuses so many positional and these named arguments, or ''."""
     try:
         inspect.signature(replacement).bind(*range(count), **dict.fromkeys(names))
     except TypeError as error:
@@ -37,7 +37,7 @@ def refusal(replacement: Callable[..., Any], count: int, names: tuple[str, ...])
     return ""
 
 
-def test_functions_of_c_take_every_argument() -> None:
+def test_replacements_of_c_functions_take_every_argument() -> None:
     declared = stubs()
     refused = {}
     for owner, name, value in planned():
@@ -54,7 +54,7 @@ def test_functions_of_c_take_every_argument() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a build without CUDA has no copies")
-def test_dynamo_has_no_copy_that_is_not_replaced() -> None:
+def test_every_copy_that_dynamo_holds_is_replaced() -> None:
     pytest.importorskip("torch._inductor.compile_fx")
     from pytest_gpumem.simulated.compiled.tracing import _COPIES
 

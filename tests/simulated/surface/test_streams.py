@@ -1,4 +1,4 @@
-"""``torch.cuda`` streams and events: where memory is taken from, and when it is free again."""
+"""``torch.cuda`` streams and events: the stream of an allocation, and the time of its free."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TestRouting:
             # Log's gradient on the default stream, exp's where exp ran.
             assert streams(MIB) == [0, side.cuda_stream]
 
-    def test_backward_does_not_mind_the_streams_of_other_threads(self) -> None:
+    def test_backward_ignores_the_streams_of_other_threads(self) -> None:
         with simulate("T4"):
             of_main, of_thread = torch.cuda.Stream(), torch.cuda.Stream()
             seen: list[Any] = []
@@ -111,7 +111,7 @@ class TestRouting:
             sizes = [e for e in gpu.trace[before:] if e.action == "alloc" and e.size == MIB]
             assert [event.stream for event in sizes].count(side.cuda_stream) == 1
 
-    def test_a_library_workspace_for_each_stream(self) -> None:
+    def test_each_stream_has_its_own_library_workspace(self) -> None:
         with simulate("T4", torch_version="2.6"):
             x = torch.ones(4, 4, device="cuda")
             for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
@@ -128,7 +128,7 @@ class TestRouting:
                 thread.join()
             assert seen == [torch.cuda.default_stream()]
 
-    def test_streams_of_two_devices(self) -> None:
+    def test_each_device_has_its_own_current_stream(self) -> None:
         with simulate("T4*2"):
             other = torch.cuda.Stream(device="cuda:1")
             assert other.device == torch.device("cuda", 1)
@@ -142,7 +142,7 @@ class TestRouting:
 class TestRecordStream:
     """A tensor freed while another stream uses it."""
 
-    def test_stays_active_until_the_host_waits(self) -> None:
+    def test_a_block_stays_active_until_the_host_waits(self) -> None:
         with simulate("T4") as gpu:
             side = torch.cuda.Stream()
             x = mebibytes(4)
@@ -168,7 +168,7 @@ class TestRecordStream:
         ],
         ids=["device", "empty_cache", "stream query", "event", "event query", "accelerator"],
     )
-    def test_what_counts_as_waiting(self, wait: Callable[[Any], object]) -> None:
+    def test_every_synchronization_completes_a_free(self, wait: Callable[[Any], object]) -> None:
         with simulate("T4"):
             side = torch.cuda.Stream()
             x = mebibytes(4)
@@ -207,7 +207,7 @@ class TestRecordStream:
             mebibytes(1)
             assert allocated_and_active() == (4, 4)
 
-    def test_a_copy_that_does_not_block_waits_for_nothing(self) -> None:
+    def test_a_non_blocking_copy_completes_no_free(self) -> None:
         with simulate("T4"):
             side = torch.cuda.Stream()
             x = mebibytes(4)
@@ -218,13 +218,13 @@ class TestRecordStream:
             mebibytes(1)
             assert allocated_and_active() == (0, 4)
 
-    def test_of_an_empty_tensor_and_of_one_on_the_cpu(self) -> None:
+    def test_record_stream_accepts_empty_and_refuses_cpu_tensors(self) -> None:
         with simulate("T4"):
             torch.empty(0, device="cuda").record_stream(torch.cuda.Stream())
             with pytest.raises(RuntimeError, match="not implemented for tensors on the CPU"):
                 torch.empty(1).record_stream(torch.cuda.Stream())
 
-    def test_snapshots_show_it(self) -> None:
+    def test_snapshots_show_a_block_that_awaits_its_free(self) -> None:
         with simulate("T4"):
             x = mebibytes(4)
             x.record_stream(torch.cuda.Stream())
@@ -234,25 +234,25 @@ class TestRecordStream:
 
 
 class TestStream:
-    def test_thirty_two_and_then_the_first_again(self) -> None:
+    def test_streams_repeat_after_thirty_two(self) -> None:
         with simulate("T4"):
             streams = [torch.cuda.Stream() for _ in range(33)]
             assert len(set(streams)) == 32
             assert streams[0] == streams[32]
-            # The numbers that a real torch hands out.
+            # The ids that torch assigns on a GPU.
             assert [stream.stream_id for stream in streams[:3]] == [3, 35, 67]
 
     @pytest.mark.parametrize(("asked", "given"), [(0, 0), (-1, -1), (-3, -3), (-9, -3), (2, 0)])
-    def test_priorities(self, asked: int, given: int) -> None:
+    def test_streams_have_priorities(self, asked: int, given: int) -> None:
         with simulate("T4"):
             assert torch.cuda.Stream(priority=asked).priority == given
             assert torch.cuda.Stream().priority_range() == (0, -3)
 
-    def test_streams_of_two_priorities_are_two(self) -> None:
+    def test_streams_of_two_priorities_differ(self) -> None:
         with simulate("T4"):
             assert torch.cuda.Stream() != torch.cuda.Stream(priority=-1)
 
-    def test_a_stream_of_another_library(self) -> None:
+    def test_an_external_stream_may_be_used(self) -> None:
         with simulate("T4") as gpu:
             external = torch.cuda.ExternalStream(0x1234560)
             with torch.cuda.stream(external):
@@ -271,14 +271,14 @@ class TestStream:
             assert event.query()
             assert isinstance(torch.cuda.Stream(), torch.Stream)
 
-    def test_streams_begin_anew_with_a_simulation(self) -> None:
+    def test_each_simulation_begins_with_the_first_stream(self) -> None:
         for _ in range(2):
             with simulate("T4"):
                 assert torch.cuda.Stream().stream_id == 3
 
 
 class TestEvent:
-    def test_times(self) -> None:
+    def test_elapsed_time_of_two_events_is_a_number(self) -> None:
         with simulate("T4"):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -286,7 +286,7 @@ class TestEvent:
             end.synchronize()
             assert start.elapsed_time(end) >= 0
 
-    def test_times_need_events_made_for_it_and_recorded(self) -> None:
+    def test_elapsed_time_needs_recorded_timing_events(self) -> None:
         with simulate("T4"):
             event, timed = torch.cuda.Event(), torch.cuda.Event(enable_timing=True)
             with pytest.raises(ValueError, match="created with argument 'enable_timing=True'"):
@@ -294,7 +294,7 @@ class TestEvent:
             with pytest.raises(ValueError, match="must be recorded before"):
                 timed.elapsed_time(timed)
 
-    def test_no_time_lies_between_events_of_two_gpus(self) -> None:
+    def test_elapsed_time_between_two_gpus_is_refused(self) -> None:
         with simulate("T4*2"):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -303,7 +303,7 @@ class TestEvent:
             with pytest.raises(RuntimeError, match="invalid resource handle"):
                 start.elapsed_time(end)
 
-    def test_an_event_that_was_never_recorded_holds_nobody_up(self) -> None:
+    def test_an_unrecorded_event_is_complete(self) -> None:
         with simulate("T4"):
             event = torch.cuda.Event()
             event.wait()
@@ -318,7 +318,7 @@ class TestEvent:
             with pytest.raises(RuntimeError, match="Event device 0 does not match"):
                 event.record(torch.cuda.current_stream(1))
 
-    def test_is_a_generic_one(self) -> None:
+    def test_a_cuda_event_is_a_torch_event(self) -> None:
         with simulate("T4"):
             event = torch.cuda.Event()
             assert isinstance(event, torch.Event)

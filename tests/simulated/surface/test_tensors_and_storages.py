@@ -19,7 +19,7 @@ from pytest_gpumem import simulate
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
-def test_storages_say_where_they_are() -> None:
+def test_storages_report_their_device() -> None:
     with simulate("T4"):
         x = torch.ones(4, device="cuda")
         storage = x.untyped_storage()
@@ -70,12 +70,12 @@ def test_storages_are_made_on_the_device_as_torch_load_does(tmp_path: Path) -> N
         lambda x: np.from_dlpack(x),
     ],
 )
-def test_memory_that_is_not_there_is_not_handed_over(hand_over: Any) -> None:
+def test_handing_over_simulated_memory_is_refused(hand_over: Any) -> None:
     with simulate("T4"), pytest.raises(UnsupportedOperatorError, match=r" at tests/simulated/surf"):
         hand_over(torch.rand(3, device="cuda"))
 
 
-def test_cpu_tensors_are_handed_over_as_ever() -> None:
+def test_cpu_tensors_are_handed_over_unchanged() -> None:
     with simulate("T4"):
         x = torch.arange(3.0)
         assert torch.utils.dlpack.from_dlpack(x).tolist() == [0.0, 1.0, 2.0]
@@ -119,7 +119,7 @@ TABLE = {torch._C.TensorBase.to: "to", torch._C.TensorBase.cpu: "cpu"}
 
 
 class Asked(torch.Tensor):
-    """A subclass that looks up what it is asked about in a table from before the simulation."""
+    """A subclass that looks up functions in a table from before the simulation."""
 
     names: list[str | None] = []  # noqa: RUF012 - one test's
 
@@ -131,7 +131,7 @@ class Asked(torch.Tensor):
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that holds another one, as quantised weights do."""
+    """A wrapper subclass that holds another tensor, as quantised weights do."""
 
     held: torch.Tensor
 
@@ -165,7 +165,7 @@ def test_subclasses_of_tensors_keep_their_class() -> None:
     assert type(Tagged(torch.ones(3)) * 2) is Tagged
 
 
-def test_subclasses_know_the_methods_that_they_are_asked_about() -> None:
+def test_torch_function_receives_the_unpatched_methods() -> None:
     with simulate("T4"):
         moved = torch.ones(3, device="cuda").as_subclass(Asked)
         Asked.names.clear()
@@ -180,7 +180,7 @@ def test_methods_are_copied_and_pickled_by_name() -> None:
         assert copy.deepcopy(table) == pickle.loads(pickle.dumps(table)) == table
 
 
-def test_what_a_wrapper_computes_inside_is_allocated() -> None:
+def test_inner_tensors_of_a_wrapper_are_allocated() -> None:
     with simulate("T4") as gpu:
         wrapped = Wrapper(torch.ones(256, device="cuda"))
         doubled: Any = wrapped * 2
@@ -232,7 +232,7 @@ def test_pinned_memory_is_remembered() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_model_moves_under_a_profiler_that_watches_shapes() -> None:
+def test_a_model_moves_under_a_profiler_with_record_shapes() -> None:
     with (
         simulate("T4") as gpu,
         torch.profiler.profile(record_shapes=True, profile_memory=True),
@@ -244,7 +244,7 @@ def test_a_model_moves_under_a_profiler_that_watches_shapes() -> None:
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
-def test_a_parameter_stays_itself_on_another_device(mode: Any) -> None:
+def test_a_parameter_keeps_its_identity_on_another_device(mode: Any) -> None:
     # torch/csrc/autograd/variable.cpp, VariableHooks::set_data: gradient and graph are left alone.
     with simulate("T4") as gpu:
         weight = nn.Parameter(torch.ones(256, device="cuda"))
@@ -274,7 +274,7 @@ def test_an_inference_tensor_moves_in_place() -> None:
         assert (weight.is_cuda, gpu.allocated) == (False, 0)
 
 
-def test_seeds_of_attention_that_are_saved_stay_on_the_host() -> None:
+def test_saved_seeds_of_attention_stay_on_the_host() -> None:
     with simulate("A100-40GB", torch_version="2.13"):
         x = torch.randn(2, 3, 64, 32, device="cuda", requires_grad=True)
         with torch.autograd.graph.save_on_cpu():
@@ -285,7 +285,7 @@ def test_seeds_of_attention_that_are_saved_stay_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_module_moves_to_where_a_tensor_is(named: bool) -> None:
+def test_a_module_moves_to_the_device_of_a_tensor(named: bool) -> None:
     with simulate("T4*2"):
         module: Any = torch.nn.Linear(2, 2)
         for device in ("cuda:1", "cuda:0", "cpu"):

@@ -58,7 +58,7 @@ def test_factories_take_every_spelling_of_the_device(make: Any, device: Any) -> 
         assert gpu.allocated > 0
 
 
-def test_old_types_make_tensors_and_ask_for_them() -> None:
+def test_legacy_types_construct_and_check_tensors() -> None:
     with simulate("T4") as gpu:
         x = cuda.FloatTensor(2, 3)
         assert (x.is_cuda, x.shape, x.dtype, gpu.allocated) == (True, (2, 3), torch.float32, 512)
@@ -74,7 +74,7 @@ def test_old_types_make_tensors_and_ask_for_them() -> None:
 
 @pytest.mark.usefixtures("default_type")
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
-def test_the_default_type_may_be_one_of_cuda() -> None:
+def test_the_default_tensor_type_may_be_a_cuda_type() -> None:
     with simulate("T4"):
         torch.set_default_tensor_type("torch.cuda.HalfTensor")
         assert (torch.zeros(3).is_cuda, torch.zeros(3).dtype) == (True, torch.float16)
@@ -82,7 +82,7 @@ def test_the_default_type_may_be_one_of_cuda() -> None:
         assert not torch.zeros(3).is_cuda
 
 
-def test_a_number_alone_is_a_device() -> None:
+def test_an_index_alone_is_a_device() -> None:
     real = torch.device
     with simulate("T4"):
         device = torch.device(0)
@@ -100,7 +100,7 @@ def test_a_number_alone_is_a_device() -> None:
 # Random numbers.
 
 
-def test_generators_are_on_their_device_and_fit_no_other() -> None:
+def test_generators_are_refused_on_another_device() -> None:
     with simulate("T4"):
         generator = torch.Generator(device="cuda").manual_seed(3)
         assert (generator.device, generator.initial_seed()) == (torch.device("cuda", 0), 3)
@@ -123,7 +123,7 @@ def test_generators_are_on_their_device_and_fit_no_other() -> None:
 # Backends.
 
 
-def test_libraries_of_a_cuda_build_are_there() -> None:
+def test_backends_of_a_cuda_build_are_available() -> None:
     with simulate("A100-40GB", torch_version="2.8"):
         cudnn = torch.backends.cudnn
         assert cudnn.is_available()
@@ -142,7 +142,7 @@ def test_libraries_of_a_cuda_build_are_there() -> None:
         assert torch.cuda.get_sync_debug_mode() == 1
 
 
-def test_attention_kernels_are_asked_for_by_the_same_rules_that_choose_them() -> None:
+def test_can_use_attention_follows_the_rules_of_the_choice() -> None:
     backends = torch.backends.cuda
     with simulate("T4"):
         q = torch.ones(2, 4, 16, 64, device="cuda", dtype=torch.float16)
@@ -159,7 +159,7 @@ def _params(q: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
     return torch.backends.cuda.SDPAParams(q, q, q, mask, 0.0, False, False)
 
 
-def test_the_context_steers_the_kernel() -> None:
+def test_sdpa_kernel_selects_the_attention_kernel() -> None:
     peaks = {}
     with simulate("A100-40GB"):
         q = torch.ones(2, 4, 64, 64, device="cuda", dtype=torch.float16)
@@ -194,7 +194,7 @@ def test_properties_are_those_of_the_model() -> None:
 @pytest.mark.parametrize(
     "reading", ["utilization", "memory_usage", "temperature", "power_draw", "clock_rate"]
 )
-def test_a_sensor_reads_zero_and_the_report_says_so(reading: str) -> None:
+def test_a_sensor_reads_zero_with_a_note(reading: str) -> None:
     with simulate("T4") as gpu:
         assert getattr(torch.cuda, reading)() == 0
     assert re.fullmatch(
@@ -204,7 +204,7 @@ def test_a_sensor_reads_zero_and_the_report_says_so(reading: str) -> None:
     )
 
 
-def test_a_device_has_an_identity() -> None:
+def test_a_device_has_a_uuid() -> None:
     with simulate("T4*2"):
         uuids: list[Any] = [torch.cuda.get_device_properties(i).uuid for i in range(2)]
         first, second = uuids
@@ -214,7 +214,7 @@ def test_a_device_has_an_identity() -> None:
         assert first.bytes != second.bytes
 
 
-def test_codes_of_the_runtime_are_explained() -> None:
+def test_check_error_raises_the_runtimes_error_text() -> None:
     with simulate("T4"):
         torch.cuda.check_error(0)
         with pytest.raises(torch.cuda.CudaError, match=r"out of memory \(2\)"):
@@ -237,7 +237,7 @@ def test_generators_share_a_state_or_have_a_copy() -> None:
         assert torch.equal(draw(generator), second)
 
 
-def test_generators_of_the_host_are_as_ever() -> None:
+def test_generators_of_the_host_are_unchanged() -> None:
     with simulate("T4"):
         generator = torch.Generator().manual_seed(3)
         assert pickle.loads(pickle.dumps(generator)).initial_seed() == 3
@@ -262,12 +262,12 @@ def ones(*size: int) -> torch.Tensor:
         lambda: torch.cat([ones(2, 3), ones(2, 4)]),
     ],
 )
-def test_what_does_not_fit_is_refused(call: Callable[[], object]) -> None:
+def test_invalid_arguments_are_refused(call: Callable[[], object]) -> None:
     with simulate("T4"), pytest.raises(RuntimeError):
         call()
 
 
-def test_assertions_on_the_device_look_at_what_is_known() -> None:
+def test_assertions_on_the_device_check_known_values() -> None:
     with simulate("T4"):
         torch._assert_async(torch.tensor(0.1, device="cuda"))
         torch._assert_async(torch.rand(1, device="cuda"))
@@ -285,7 +285,7 @@ def test_bytes_of_a_known_storage_can_be_read() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_cuda_init"), reason="this torch has no CUDA")
-def test_no_function_of_the_driver_is_left() -> None:
+def test_no_cuda_function_of_torch_c_is_left_unpatched() -> None:
     with simulate("T4"):
         left = {
             name
@@ -297,7 +297,7 @@ def test_no_function_of_the_driver_is_left() -> None:
     assert not [name for name in left if not any(part in name for part in harmless)]
 
 
-def test_memory_in_use_is_answered() -> None:
+def test_device_memory_in_use_is_the_reserved_memory() -> None:
     with simulate("T4"):
         x = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
         assert cuda.device_memory_used() == torch.cuda.memory_reserved() == 20 * MIB
@@ -307,7 +307,7 @@ def test_memory_in_use_is_answered() -> None:
 
 # Of torch 2.11.
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-def test_profilers_run_and_say_what_they_do_not_see() -> None:
+def test_profilers_run_with_a_note_on_missing_kernels() -> None:
     with simulate("T4") as gpu:
         layer, x = nn.Linear(3, 3).cuda(), torch.ones(2, 3, device="cuda")
         with (
@@ -324,7 +324,7 @@ def test_profilers_run_and_say_what_they_do_not_see() -> None:
         torch.cuda.check_error(0)
 
 
-def test_the_profilers_memory_timeline_is_refused_with_the_device_that_has_it() -> None:
+def test_the_profilers_memory_timeline_is_refused_in_favour_of_dry() -> None:
     with simulate("T4"):
         with profile(profile_memory=True, record_shapes=True, with_stack=True) as run:
             torch.rand(128, 128, device="cuda").sum()
@@ -335,7 +335,7 @@ def test_the_profilers_memory_timeline_is_refused_with_the_device_that_has_it() 
 # TorchScript, compiled code and functional transforms.
 
 
-assert Optional[torch.device]  # noqa: UP045  # typing keeps what it has made of the class
+assert Optional[torch.device]  # noqa: UP045  # typing caches the Optional of the class
 
 
 def _placed(x: torch.Tensor, device: Optional[torch.device] = None) -> torch.Tensor:  # noqa: UP045
@@ -392,7 +392,7 @@ def test_compiled_modules_have_torchs_own_wrapper() -> None:
 # Of Inductor, which is imported.
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_a_library_may_wrap_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning does, to know the arguments that modules were compiled with."""
+    """Lightning wraps it to store the arguments of compiled modules."""
     own = torch.compile
 
     @functools.wraps(own)
@@ -414,7 +414,7 @@ def test_a_library_may_wrap_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # torch says so the first time that a process compiles anything, which another test may have done.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_a_library_that_is_imported_in_a_simulation_wraps_compile_for_good() -> None:
+def test_a_library_imported_in_a_simulation_keeps_its_compile_wrapper() -> None:
     own = torch.compile
 
     def capture(compile: Any) -> Any:
@@ -440,7 +440,7 @@ def test_a_library_that_is_imported_in_a_simulation_wraps_compile_for_good() -> 
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_without_gradients_materialises_its_scores() -> None:
+def test_eager_flex_attention_materialises_its_scores() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     with simulate("A100-40GB") as gpu:
@@ -450,7 +450,7 @@ def test_flex_attention_without_gradients_materialises_its_scores() -> None:
         assert gpu.peak_allocated > 2 * 128 * 128 * 4
 
 
-# What needs a device or another process.
+# Functions that need a device or another process.
 
 
 @pytest.mark.parametrize(
@@ -467,6 +467,6 @@ def test_flex_attention_without_gradients_materialises_its_scores() -> None:
         (lambda: torch.export.export(nn.Linear(1, 1), ()), r"torch.export.export at "),
     ],
 )
-def test_what_cannot_run_is_refused_by_name(call: Any, sentence: str) -> None:
+def test_functions_that_need_a_gpu_are_refused_by_name(call: Any, sentence: str) -> None:
     with simulate("T4"), pytest.raises(UnsupportedOperatorError, match=sentence):
         call()

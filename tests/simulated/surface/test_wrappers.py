@@ -1,4 +1,4 @@
-"""Tensors that hold others and handle operators themselves, as torchao has them."""
+"""Wrapper subclasses with ``__torch_dispatch__``, like those of torchao."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODES, SCALES = ELEMENTS, ELEMENTS // 256 * 4
 
 
 class Quantised(Tensor):
-    """Codes of one byte and a scale for each block of 256, as an optimizer keeps its state."""
+    """An optimizer's quantised state: codes of one byte and a scale for each block of 256."""
 
     codes: Tensor
     scales: Tensor
@@ -84,13 +84,13 @@ class Quantised(Tensor):
 
 
 class Silent(Quantised):
-    """One whose functions are torch's own: only operators are its business."""
+    """A wrapper without ``__torch_function__``, which handles operators alone."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's way to say it
 
 
 class Choosy(Quantised):
-    """One that is replaced by its like of the same shape alone, as torchao's weights are."""
+    """A wrapper that ``swap_tensors`` replaces by one of its class and shape alone."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,7 +164,7 @@ WAYS: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [Quantised, Silent])
-def test_wrappers_go_every_way_that_plain_tensors_go(kind: type[Quantised], way: str) -> None:
+def test_wrappers_move_like_plain_tensors(kind: type[Quantised], way: str) -> None:
     go, stays_wrapped = WAYS[way]
     with simulate("A100-40GB") as gpu:
         weight = kind.zeros(ELEMENTS, "cuda")
@@ -177,7 +177,7 @@ def test_wrappers_go_every_way_that_plain_tensors_go(kind: type[Quantised], way:
             assert (result.codes.is_cuda, result.scales.is_cuda) == (True, True)
 
 
-def test_a_wrapper_takes_what_it_holds_and_goes_to_the_host_and_back() -> None:
+def test_a_wrapper_takes_the_memory_of_its_inner_tensors() -> None:
     with simulate("A100-40GB") as gpu:
         weight = Quantised.zeros(64 * ELEMENTS, "cuda")
         assert gpu.allocated == 64 * (CODES + SCALES)
@@ -248,7 +248,7 @@ def test_gradients_of_jagged_tensors() -> None:
         assert nested.to("cuda") is nested
 
 
-def test_a_fake_mode_of_the_users_own_takes_no_memory() -> None:
+def test_a_fake_tensor_mode_of_the_user_takes_no_memory() -> None:
     with simulate("A10") as gpu:
         with FakeTensorMode():
             layer = nn.Linear(4, 4, device="cuda")
@@ -266,7 +266,7 @@ def test_a_fake_mode_of_the_users_own_takes_no_memory() -> None:
         assert FakeTensorMode().from_tensor(torch.ones(3, device="cuda")).device.type == "cuda"
 
 
-def test_fake_tensors_beside_their_mode_bring_it_along() -> None:
+def test_fake_tensors_work_outside_of_their_mode() -> None:
     with simulate("A10") as gpu:
         w = FakeTensorMode().from_tensor(torch.ones(4, 4, device="cuda", requires_grad=True))
         (w @ w.t()).sum().backward()
@@ -277,7 +277,7 @@ def test_fake_tensors_beside_their_mode_bring_it_along() -> None:
         assert gpu.allocated == 0
 
 
-def test_numbers_beside_fake_tensors_of_a_gpu() -> None:
+def test_numbers_combine_with_fake_gpu_tensors() -> None:
     # In C++ the number becomes a tensor where it takes the other to be, which is meta here.
     with simulate("A100-40GB", alloc_conf=""), FakeTensorMode():
         x = torch.zeros(16, device="cuda")
@@ -287,7 +287,7 @@ def test_numbers_beside_fake_tensors_of_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("kind", [Quantised, Silent])
-def test_one_on_the_host_pins_what_it_holds(kind: type[Quantised]) -> None:
+def test_pinning_a_wrapper_pins_its_inner_tensors(kind: type[Quantised]) -> None:
     with simulate("A100-40GB"):
         weight = kind.zeros(ELEMENTS, "cpu")
         assert not weight.is_pinned()
@@ -301,7 +301,7 @@ def test_one_on_the_host_pins_what_it_holds(kind: type[Quantised]) -> None:
         assert not kind.zeros(ELEMENTS, "cuda").is_pinned()
 
 
-def test_what_may_take_its_place_is_its_own_business() -> None:
+def test_a_wrapper_decides_which_tensors_may_replace_it() -> None:
     with simulate("A100-40GB"):
         of_its_own = Choosy.zeros(ELEMENTS, "cuda")
         assert torch._has_compatible_shallow_copy_type(of_its_own, of_its_own)

@@ -1,6 +1,6 @@
-"""A Triton that fits a page: the parts of 3.2 to 3.9 that a launch goes through, in their order.
+"""A minimal Triton: the parts of 3.2 to 3.9 that a launch uses, in their order.
 
-It asks a driver that is not there, compiles nothing and runs nothing, as Triton without a GPU.
+Without a GPU it fails at the driver, as Triton does; it compiles and runs nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Heuristics(Launched):
 
 
 class GridExecutor:
-    """triton/runtime/interpreter.py: what a launch is with ``TRITON_INTERPRET=1``."""
+    """triton/runtime/interpreter.py: a launch with ``TRITON_INTERPRET=1``."""
 
     def __init__(self, fn: Any) -> None:
         self.fn = fn
@@ -126,7 +126,7 @@ def _of_language(name: str) -> Callable[..., Any]:
 
 
 class Tensor:
-    """triton.language.tensor, as far as its methods are asked for."""
+    """triton.language.tensor, with the methods that are looked up."""
 
     def to(self) -> None: ...
 
@@ -139,7 +139,7 @@ LANGUAGE = (
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The stand-in, in the place of Triton."""
+    """Install the stand-in as the module ``triton``."""
     language = {name: _of_language(name) for name in LANGUAGE}
     monkeypatch.setattr(driver, "_active", None)
     members: dict[str, dict[str, Any]] = {

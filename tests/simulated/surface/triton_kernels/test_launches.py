@@ -1,4 +1,4 @@
-"""Launches of Triton's kernels on simulated GPUs, by a stand-in with all that a launch needs.
+"""Launches of Triton kernels on simulated GPUs, with the stand-in for Triton.
 
 ``test_real_triton.py`` does the same with Triton itself, where it is installed.
 """
@@ -48,7 +48,7 @@ def tensors(count: int = 256) -> list[torch.Tensor]:
     return [torch.ones(count, device="cuda") for _ in range(3)]
 
 
-def test_a_launch_allocates_nothing_and_the_code_around_it_what_it_does(
+def test_a_launch_allocates_nothing_itself(
     kernel: JITFunction,
 ) -> None:
     def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_a_launch_allocates_nothing_and_the_code_around_it_what_it_does(
         assert [event.size for event in gpu.trace if event.action == "alloc"] == [1024] * 4
 
 
-def test_only_what_the_kernel_stores_to_is_unknown_afterwards(kernel: JITFunction) -> None:
+def test_only_arguments_that_the_kernel_stores_to_become_unknown(kernel: JITFunction) -> None:
     with simulate("T4"):
         x, y, out = (torch.arange(3, device="cuda") for _ in range(3))
         kernel[(1,)](x, y, out_ptr=out, n=3)
@@ -81,7 +81,7 @@ def test_tensors_of_the_cpu_are_refused_and_pinned_ones_are_not(kernel: JITFunct
         kernel[(1,)](x, torch.ones(256).pin_memory(), out, 256)
 
 
-def test_a_read_of_what_a_kernel_wrote_names_the_kernel_where_values_are_computed(
+def test_reading_a_kernels_output_names_it_with_real_values(
     kernel: JITFunction,
 ) -> None:
     with simulate("T4", real_values=True):
@@ -93,7 +93,7 @@ def test_a_read_of_what_a_kernel_wrote_names_the_kernel_where_values_are_compute
             out.sum().item()
 
 
-def test_what_a_kernel_wrote_is_taken_for_finite_where_values_are_computed(
+def test_a_kernels_output_is_assumed_finite_with_real_values(
     kernel: JITFunction,
 ) -> None:
     with simulate("T4", real_values=True):
@@ -104,7 +104,7 @@ def test_what_a_kernel_wrote_is_taken_for_finite_where_values_are_computed(
         assert not torch.isinf(total)
 
 
-def test_the_first_configuration_is_taken_without_timing(kernel: JITFunction) -> None:
+def test_the_autotuner_takes_the_first_configuration_without_timing(kernel: JITFunction) -> None:
     tuner = Autotuner(kernel, [Config({"BLOCK": 64}), Config({"BLOCK": 32})])
     with simulate("T4") as gpu:
         tuner[(1,)](*tensors(), 256)
@@ -116,7 +116,7 @@ def test_the_first_configuration_is_taken_without_timing(kernel: JITFunction) ->
     assert tuner.cache == {}, "a real GPU would never time it"
 
 
-def test_what_a_timing_of_the_users_own_allocates_is_left_out(kernel: JITFunction) -> None:
+def test_allocations_of_a_custom_do_bench_are_left_out(kernel: JITFunction) -> None:
     tuner = Autotuner(kernel, [Config({})], do_bench=lambda *_, **__: [1.0])
     with simulate("T4") as gpu:
         tuner[(1,)](*tensors(), 256)
@@ -189,7 +189,7 @@ def no_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_descriptions")
-def test_a_description_runs_in_the_place_of_a_kernel(kernel: JITFunction) -> None:
+def test_a_description_replaces_a_kernel(kernel: JITFunction) -> None:
     seen = []
     tuner = Autotuner(kernel, [Config({"BLOCK": 64})])
     simulate_operator(tuner)(lambda *args, **options: seen.append((len(args), options)))

@@ -1,4 +1,4 @@
-"""The same with Triton itself, where it is installed: no GPU is needed for it."""
+"""Launches with Triton itself, where it is installed; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def test_a_launch_allocates_what_the_code_around_it_does() -> None:
+def test_a_launch_allocates_nothing_itself() -> None:
     with simulate("T4") as gpu:
         x, y = torch.arange(256, device="cuda"), torch.ones(256, device="cuda")
         out = add(x, y)
@@ -76,7 +76,7 @@ def test_tuning_and_heuristics() -> None:
     assert "clear 256 MiB" in note
 
 
-def test_the_driver_is_the_simulated_gpu_s() -> None:
+def test_tritons_driver_is_that_of_the_simulated_gpu() -> None:
     with simulate("H100"):
         active = triton.runtime.driver.active
         assert (active.get_current_target().arch, active.get_current_device()) == (90, 0)
@@ -87,7 +87,7 @@ def test_the_driver_is_the_simulated_gpu_s() -> None:
         triton.runtime.driver.active.get_current_target()
 
 
-def test_do_bench_of_the_users_own_clears_its_cache() -> None:
+def test_do_bench_allocates_its_cache_buffer() -> None:
     with simulate("T4") as gpu:
         x = torch.ones(3, device="cuda")
         triton.testing.do_bench(lambda: add(x, x), warmup=1, rep=1)
@@ -130,7 +130,7 @@ def test_a_model_with_a_kernel_is_trained() -> None:
         assert gpu.allocated == 2048
 
 
-def test_triton_is_imported_only_by_those_who_ask_for_it() -> None:
+def test_triton_is_imported_on_first_use_alone() -> None:
     asked = """
 import sys, torch
 from pytest_gpumem import simulate
@@ -153,10 +153,10 @@ assert "SimulatedDriver" not in repr(vars(driver))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-def test_torch_reads_what_a_kernel_writes_to_while_it_compiles(
+def test_torch_analyses_the_stores_of_a_kernel_while_compiling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It asks Triton for the kernel's code, and Triton its driver for the GPU."""
+    """Torch needs the kernel's IR from Triton, which needs the driver's GPU."""
     from torch._higher_order_ops import triton_kernel_wrap
 
     warned: list[Any] = []

@@ -1,4 +1,4 @@
-"""Which arguments a kernel may write to: each kernel here says in its name, or beside it, what."""
+"""Arguments that a kernel may write to: each kernel's name says how it stores."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_pointers_are_followed_to_the_arguments(kernel: Callable[..., Any]) -> N
     assert {X, OUT} & written == {OUT}
 
 
-def test_values_that_are_loaded_point_nowhere() -> None:
+def test_loaded_values_are_not_pointers() -> None:
     assert Stores().of(JITFunction(by_index)) == {OUT}
 
 
@@ -123,11 +123,11 @@ itself: Any = JITFunction(calls_itself)
 
 
 @pytest.mark.parametrize("kernel", [casts, assembles, with_a_strange_method, calls_itself])
-def test_what_is_unsure_counts_as_written(kernel: Callable[..., Any]) -> None:
+def test_pointers_in_unknown_calls_count_as_written(kernel: Callable[..., Any]) -> None:
     assert {X, OUT} <= Stores().of(JITFunction(kernel))
 
 
-def test_what_a_given_function_is_handed_counts_as_written() -> None:
+def test_arguments_of_a_function_parameter_count_as_written() -> None:
     assert {X, OUT} & Stores().of(JITFunction(given_a_function)) == {X}
 
 
