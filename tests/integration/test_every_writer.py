@@ -34,7 +34,7 @@ NET = """
 SAME = "net.py:9 (torch.sin) takes … of temporaries that were not there before"
 
 
-def test_all_writers_say_the_same(project: Project) -> None:
+def test_all_reports_have_the_same_causes_verdicts_and_units(project: Project) -> None:
     project.write(net=NET, test_it=TESTS)
     project.run("--gpumem-update-baselines")
     project.write(net=NET + "        third = torch.sin(second)\n", test_it=TESTS)
