@@ -1,4 +1,4 @@
-"""Lives of blocks, peaks and what was live at them: worked out by hand."""
+"""Lifetimes of blocks, peaks and their composition, computed by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_gpumem.attribution.history import Event, History, Observation, Span
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """An origin whose every part is given."""
+    """An origin with explicit values."""
 
     operator_name: str | None = "torch.mm"
     source_line: tuple[str, int, str] | None = ("/home/me/project/model.py", 7, "forward")
@@ -68,7 +68,7 @@ def test_the_peak_is_the_first_moment_with_the_most_bytes() -> None:
     assert [life.address for life in told.live_at(1)] == [1, 2]
 
 
-def test_what_was_held_before_counts() -> None:
+def test_blocks_held_before_the_history_count() -> None:
     told = history(alloc(1, 512), free(9), alloc(2, 1024), held=[(9, 4096, None)])
     assert composition(told).total == 4096 + 512
 
@@ -99,7 +99,7 @@ def test_a_buffer_of_sharding_overlaps_the_module_that_computes() -> None:
         alloc(1, 2048, gathered), alloc(2, 512), modules=[(0, "layers.0"), (1, "layers.0.mlp")]
     )
     assert operators(told) == ["all-gather of layers.1 overlaps layers.0", "torch.mm"]
-    # Its own module, one inside or around it, and the root, which has all modules, are none.
+    # Its own module, one inside or around it, and the root, which contains all, do not count.
     for path in ("layers.1", "layers.1.mlp", "layers", ""):
         told = history(alloc(1, 2048, gathered), modules=[(0, path)])
         assert operators(told) == ["all-gather of layers.1"]
@@ -109,7 +109,7 @@ def test_a_buffer_of_sharding_overlaps_the_module_that_computes() -> None:
     ]
 
 
-def test_in_backward_that_is_the_module_whose_node_runs() -> None:
+def test_a_buffer_overlaps_in_backward_the_module_of_the_running_node() -> None:
     told = history(
         alloc(1, 512, Made(sequence=5)),
         alloc(2, 512, Made("MmBackward0", node="MmBackward0", sequence=4)),
@@ -119,7 +119,7 @@ def test_in_backward_that_is_the_module_whose_node_runs() -> None:
     assert "reduce-scatter of layers.3 overlaps layers.2" in operators(told)
 
 
-def test_an_address_is_what_was_seen_there_while_the_block_lived() -> None:
+def test_an_observation_counts_for_the_block_that_was_live() -> None:
     told = history(
         alloc(1, 512),
         free(1),
@@ -132,13 +132,13 @@ def test_an_address_is_what_was_seen_there_while_the_block_lived() -> None:
     assert composition(told).categories == {"parameters": 1024}
 
 
-def test_a_parameter_that_is_passed_to_a_module_stays_a_parameter() -> None:
+def test_a_parameter_passed_to_a_module_remains_a_parameter() -> None:
     seen = [Observation(1, 1, "parameters", "emb", "weight"), Observation(1, 1, "inputs", "", "")]
     told = history(alloc(1, 512), observations=seen)
     assert composition(told).categories == {"parameters": 512}
 
 
-def test_what_outlives_forward_is_an_activation_and_what_does_not_is_a_temporary() -> None:
+def test_a_block_that_outlives_forward_is_an_activation() -> None:
     told = history(
         alloc(1, 512),
         alloc(2, 1024),
@@ -149,7 +149,7 @@ def test_what_outlives_forward_is_an_activation_and_what_does_not_is_a_temporary
     assert composition(told).categories == {"activations": 1024, "temporaries": 512}
 
 
-def test_backward_leaves_gradients() -> None:
+def test_blocks_that_backward_leaves_are_gradients() -> None:
     backward = Made(node="MmBackward0")
     told = history(
         alloc(1, 512, backward),
@@ -170,13 +170,13 @@ def test_a_module_that_runs_again_within_backward_makes_activations() -> None:
     assert composition(told).categories == {"activations": 512}
 
 
-def test_a_library_has_a_workspace_and_no_line() -> None:
+def test_a_workspace_has_a_library_and_no_line() -> None:
     told = history(alloc(1, 512, Made(library="cuBLAS")), automatic=[Span("forward", 0, 1)])
     (site,) = composition(told).sites
     assert (site.category, site.operator, site.site) == ("workspace", "cuBLAS", None)
 
 
-def test_outside_modules_a_tensor_is_by_what_made_it() -> None:
+def test_a_tensor_outside_modules_has_the_category_of_its_origin() -> None:
     told = history(
         alloc(1, 512, Made(kind="copy")),
         alloc(2, 1024, Made(kind="factory")),
@@ -242,7 +242,7 @@ def test_paths_are_never_those_of_the_machine() -> None:
     assert [site.site for site in sites] == ["thing.py:6", "lib/nn.py:5"]
 
 
-def test_what_the_allocator_adds_is_other() -> None:
+def test_bytes_that_the_allocator_adds_are_other() -> None:
     told = with_rest_as_other(composition(history(alloc(1, 512, Made(kind="copy")))), 1024)
     assert told.categories == {"inputs": 512, "other": 512}
     assert told.total == sum(site.bytes for site in told.sites) == 1024

@@ -1,4 +1,4 @@
-"""Time lines of blocks, worked out by hand: however short, no peak is lost."""
+"""Time lines of blocks, computed by hand; however they are shortened, no peak is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_short_time_line_has_every_event() -> None:
     }
 
 
-def test_nothing_that_happened_is_no_time_line() -> None:
+def test_a_history_without_events_has_no_time_line() -> None:
     assert timeline_of(history(held=[(7, 2048, None)])) is None
 
 
@@ -78,7 +78,7 @@ def test_a_phase_that_is_entered_often_keeps_its_longest_windows() -> None:
     assert min(end - begin for _, begin, end in line["phases"]) == 3
 
 
-def test_what_is_reserved_stands_beside_it_without_what_others_held() -> None:
+def test_reserved_bytes_of_a_time_line_exclude_stray_ones() -> None:
     told = history(alloc(1, 512), free(1))
     told.reserved = [4096, 2 << 20, 2 << 20]
     told.split = [3584, (2 << 20) - 512, 0]
@@ -88,7 +88,7 @@ def test_what_is_reserved_stands_beside_it_without_what_others_held() -> None:
     assert line["split"] == [3584, (2 << 20) - 512, 0]
 
 
-def test_the_most_that_was_reserved_is_kept_however_long_it_took() -> None:
+def test_the_peak_of_reserved_bytes_is_kept_in_a_long_time_line() -> None:
     told = history(*(alloc(number, 512) for number in range(9_000)))
     told.reserved = [1 << 20] * 9_001
     told.reserved[4_321] = 1 << 30
