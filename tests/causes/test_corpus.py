@@ -21,13 +21,13 @@ pytestmark = pytest.mark.xdist_group("causes")
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, str]:
-    """The baselines of the project as it was, by path, once it has run."""
+    """Hold the baselines of the unchanged project, by path; the first run fills them."""
     return {}
 
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[dict[str, tuple[str, bool]]]:
-    """Each regression's first sentence, and whether it is the cause; shown at the end."""
+    """Hold each regression's first sentence and whether it is the cause; print them at the end."""
     found: dict[str, tuple[str, bool]] = {}
     yield found
     corpus.show(found, sys.stderr)

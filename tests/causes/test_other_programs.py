@@ -1,4 +1,4 @@
-"""Causes are found in other programs than the one that they were written for."""
+"""Causes are found in programs other than the one they were developed on."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Told = dict[str, tuple[str, bool]]
 
 @pytest.fixture(scope="module")
 def stored() -> defaultdict[str, dict[str, str]]:
-    """The baselines of each program, by path, once it has run."""
+    """Hold the baselines of each program, by path; its first run fills them."""
     return defaultdict(dict)
 
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[Told]:
-    """Each change's first sentence, and whether it is right; shown at the end."""
+    """Hold each change's first sentence and whether it is right; print them at the end."""
     found: Told = {}
     yield found
     corpus.show(found, sys.stderr)

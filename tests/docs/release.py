@@ -9,5 +9,5 @@ NAMED_RELEASE = "2.15"
 
 
 def is_named_release() -> bool:
-    """Whether the torch that runs prints the numbers that are shown."""
+    """Return whether the installed torch prints the numbers that are shown."""
     return torch.__version__.startswith(f"{NAMED_RELEASE}.")

@@ -24,10 +24,10 @@ def test_a_body_ends_early_where_another_test_waits() -> None:
 def test_a_body_runs_to_its_end_without_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_admissions, "_SIGNAL", None)  # as Windows has it
 
-    def somebody_waits() -> bool:
-        pytest.fail("nobody is to be asked")
+    def another_waits() -> bool:
+        pytest.fail("no test is asked")
 
-    with interruptible(somebody_waits):
+    with interruptible(another_waits):
         time.sleep(2 * device_admissions.CHECK_SECONDS)
 
 
