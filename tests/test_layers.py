@@ -20,7 +20,7 @@ PACKAGE = FOLDER.name
 SIMULATED = f"{PACKAGE}.simulated"
 
 MOST_LINES = 450
-"""Of a file; a longer one has its reason in its docstring, after these words."""
+"""The maximum length of a file; a longer one states its reason after these words."""
 REASON = f"More than {MOST_LINES} lines, because"
 
 LAYERS = (

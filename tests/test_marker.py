@@ -18,7 +18,7 @@ GIVEN: dict[str, Any] = {
     "isolate": True,
     "qos": "opportunistic",
 }
-"""What a keyword may be given; all others take a number."""
+"""A valid value of each keyword that takes no number."""
 
 
 def gpumem(*args: Any, **kwargs: Any) -> pytest.Mark:

@@ -206,7 +206,7 @@ class Harmless:
     edits: tuple[Edit, ...]
     allowed: tuple[str, ...]
     place: str = ""
-    """What a sentence without a cause has to name."""
+    """The source line that a sentence without a cause has to name."""
 
     @property
     def planted(self) -> Regression:

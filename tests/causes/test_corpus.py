@@ -14,7 +14,7 @@ from tests.pytest_project import Project
 
 LEAST_FOUND = 25
 MOST_LINES = 25
-"""Of a failure that is not verbose: it fits on a screen."""
+"""The maximum length of a failure without ``-v``, which fits on a screen."""
 
 pytestmark = pytest.mark.xdist_group("causes")
 

@@ -15,7 +15,7 @@ gpumem = command("predict")
 
 PARAMETERS = 1024 * KIB + 4 * KIB + 512 * KIB + 512
 WORKSPACE = 8_519_680
-"""Of cuBLAS on a T4."""
+"""The workspace of cuBLAS on a T4."""
 
 
 def test_peaks_are_shown_by_phase(gpumem: Command) -> None:

@@ -25,7 +25,7 @@ TORCH = torch.__version__.partition("+")[0]
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 WORKSPACE = 8_519_680
-"""Of cuBLAS on a T4."""
+"""The workspace of cuBLAS on a T4."""
 PARAMETERS = 1024 * KIB + 4 * KIB + 512 * KIB + 512
 
 NINE = ("load", *(f"iteration_{number}" for number in range(1, 10)))

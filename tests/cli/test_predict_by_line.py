@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("plain_workspaces")
 gpumem = command("predict", "--by", "line")
 
 WORKSPACE = 8_519_680
-"""Of cuBLAS on a T4: 4096 · 2 + 16 · 8 KiB, one for each thread that multiplies."""
+"""The workspace of cuBLAS on a T4: 4096 · 2 + 16 · 8 KiB, for each thread that multiplies."""
 PARAMETERS = 1024 * KIB + 4 * KIB + 512 * KIB + 512
 
 

@@ -18,10 +18,10 @@ PAGES = (
 )
 
 PRINTED_BY = re.compile(r"<!-- printed by: (.*) -->")
-"""What stands in front of a block that is part of a command's output, on 80 columns."""
+"""The comment before a block that is part of a command's output, on 80 columns."""
 
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:pip|python|pytest|gpumem|tox) .*|pytest")
-"""How a line begins that is to be typed."""
+"""The start of a line that a reader types."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tests.docs.blocks import REPOSITORY, blocks  # noqa: E402  # needs markdown
 
 BLOCKS = [block for block in blocks("docs/ci.md") if block.language == "yaml"]
 TRIGGERS = True
-"""What YAML 1.1, as PyYAML reads it, makes of the key ``on``."""
+"""The value of the key ``on`` in YAML 1.1, which PyYAML reads."""
 
 
 def _documents(file: str) -> list[dict[Any, Any]]:

@@ -92,7 +92,7 @@ MODEL = """
 def model():
     return Net().cuda(), torch.randn(64, 256, device="cuda")
 """
-"""What other pages take of ``net.py``, which one page shows."""
+"""The functions of ``net.py`` that other pages use; one page shows the file."""
 
 KERNEL = """\
 import pytest
@@ -114,7 +114,7 @@ PREAMBLES = {
     "docs/simulation.md: simulate_operator": "import torch",
     "docs/replay.md: _record_memory_history": "import torch",
 }
-"""What a block takes for granted, by its page and a word in it."""
+"""The code that a block presupposes, by its page and a word in it."""
 
 
 FAILING = {

@@ -14,7 +14,7 @@ from tests.forked import quick
 from tests.pytest_project import LOADED, PLUGINS_OF_SOME_TESTS, Project
 
 NAMES = ["it's", 'a "b"', "x $HOME `y`", "wow!", "a\\b", "[z]::w", "ü"]
-"""Of parameters; what a shell might make something of."""
+"""Parameters with characters that a shell interprets."""
 
 MODULE = """
     @pytest.mark.gpumem(baseline=True)

@@ -11,7 +11,7 @@ from tests.pytest_project import Project
 pytestmark = pytest.mark.usefixtures("plain_workspaces")
 
 WORKSPACE = 8_519_680
-"""Of cuBLAS on a T4, one for forward and one for backward."""
+"""The workspace of cuBLAS on a T4, one for forward and one for backward."""
 
 TESTS = """
     from torch import nn
@@ -66,7 +66,7 @@ TESTS = """
 """
 
 PARAMETERS = 2 * (256 * 256 * 4 + 3 * 1024)
-"""Of two blocks: a weight, and three vectors of 256 numbers."""
+"""The bytes of two blocks: a weight, and three vectors of 256 numbers."""
 BUFFERS = 2 * (2 * 1024 + 512)
 """Running mean and variance, and a counter."""
 TENSOR = 512 * 256 * 4

@@ -81,7 +81,7 @@ TESTS = """
 
 KIB, MIB = 1 << 10, 1 << 20
 WORKSPACE = 32 * MIB
-"""Of cuBLAS on Hopper."""
+"""The workspace of cuBLAS on Hopper."""
 
 
 @pytest.fixture

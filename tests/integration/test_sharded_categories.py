@@ -97,7 +97,7 @@ HELD = ("parameters", "gradients", "optimizer state")
 
 
 TRAINED = {"parameters": 2 * SHARD, "gradients": 2 * SHARD, "optimizer state": 4 * SHARD}
-"""Of two weights; Adam keeps two numbers for each."""
+"""Bytes of two weights; Adam keeps two numbers for each element."""
 EXPECTED = {
     "fully_shard": TRAINED,
     # Gathered in half precision, kept in full.

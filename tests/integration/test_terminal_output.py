@@ -54,7 +54,7 @@ TELLS_AGAIN = """
     def pytest_sessionfinish():
         KEPT.write_bytes(pickle.dumps(reports))
 """
-"""A conftest for the second width: what the tests of the first run reported is told again."""
+"""A conftest for the second width, which replays the reports of the first run."""
 
 
 def test_a_repository_of_40_tests(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ LARGE = {
         assert torch.ones(n).sum() == n
     """,
 }
-"""Of its 300 tests 76 are those of ``net.py``."""
+"""A project of 300 tests, of which 76 use ``net.py``."""
 
 
 def write(project: Project, files: dict[str, str]) -> None:

@@ -38,7 +38,7 @@ HOSTILE = {
 }
 
 TAGS = {"p", "h3", "strong", "table", "thead", "tbody", "tr", "th", "td", "code", "pre"}
-"""What the comments are made of."""
+"""The tags that comments contain."""
 
 
 class Page(HTMLParser):

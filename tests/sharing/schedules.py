@@ -24,7 +24,7 @@ class PlannedTest:
     takes: float
     expected: float | None = None
     fixtures: int = 0
-    """What it leaves to the tests after it."""
+    """Bytes of fixtures that the test leaves for those after it."""
     exclusive: bool = False
     priority: int = 0
     guaranteed: bool = True
@@ -42,7 +42,7 @@ class Worker:
     asked_at: float = 0.0
     waits: list[float] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
-    """What each of them may have been at most."""
+    """The longest permitted wait for each of ``waits``."""
 
 
 class Simulation:
@@ -55,7 +55,7 @@ class Simulation:
         self.ledger = Ledger(folder, clock=lambda: self.now)
         self.workers: list[Worker] = []
         self.asked: list[tuple[float, float]] = []
-        """When each test asked, and what it takes."""
+        """The time at which each test asked, and its duration."""
         for position, plan in enumerate(self.plans):
             number = self.ledger.join("run", f"gw{position}")
             self.ledger.hold(number, "gpu", context=context, fixtures=0)

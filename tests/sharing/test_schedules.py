@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.sharing.schedules import CAPACITY, PlannedTest, Simulation
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where Linux keeps files that need no disk: a ledger is made for each schedule."""
+"""A folder of Linux in memory: a ledger is created for each schedule."""
 
 OF_ONE = settings(deadline=None, suppress_health_check=list(HealthCheck))
 OF_TWO = settings(OF_ONE, max_examples=2 * OF_ONE.max_examples)
@@ -23,18 +23,18 @@ OF_TWO = settings(OF_ONE, max_examples=2 * OF_ONE.max_examples)
 CONTEXT = 20
 WORKERS = 4
 MOST = CAPACITY - WORKERS * CONTEXT
-"""What the largest test may need: all that the contexts of the workers leave."""
+"""The need of the largest test: everything that the workers' contexts leave."""
 
 
 NEEDS = st.integers(0, MOST)
 TAKES = st.one_of(st.floats(0.5, 20), st.floats(60, 600))
-"""Those of minutes outlast what a rank is worth."""
+"""Tests of minutes outlast the bonus of a rank."""
 FIXTURES = st.one_of(st.just(0), st.integers(0, MOST))
 TENTHS = st.integers(0, 9)
 PRIORITIES = st.sampled_from([0, 0, 0, 1, 5])
 GUARANTEED = st.booleans()
 KNOWN_BADLY = st.sampled_from([None, 1, 2, 0.5])
-"""How much of what a test takes is expected of it: known, known badly or not at all."""
+"""The expected part of a test's duration: exact, wrong, or unknown (``None``)."""
 KNOWN = st.sampled_from([None, 1])
 
 
@@ -55,7 +55,7 @@ def planned_tests(
 
 
 EXACTLY_TIMED = planned_tests(KNOWN)
-"""What ends later than expected may have been let past another on the strength of it."""
+"""With wrong expectations, a test that passed another might delay it."""
 
 
 def one(need: int = 0, takes: float = 1.0, **more: Any) -> PlannedTest:
@@ -63,7 +63,7 @@ def one(need: int = 0, takes: float = 1.0, **more: Any) -> PlannedTest:
 
 
 FIXTURES_IN_THE_WAY = [[one(500, fixtures=500), one()], [one(500)], [one(takes=0.5), one(takes=9)]]
-"""What came late runs beside the second test's room; only fixtures of one that waits fill that."""
+"""The late test runs beside the second one, whose room only fixtures of a waiting worker occupy."""
 SECOND_IN_THE_QUEUE = [[one(500)], [one(600)], [one(700)], [one(takes=0.5), one(300, 9)]]
 """The last has room beside the 600 that wait first, and none beside the 700 behind them."""
 EXCLUSIVE_IN_THE_QUEUE = [
