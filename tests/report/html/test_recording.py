@@ -1,4 +1,4 @@
-"""What the page knows of a recording, worked out by hand for an allocator of three blocks."""
+"""The page's data of a recording, computed by hand for an allocator with three blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULE = "/env/torch/nn/modules/module.py"
 
 
 class Stack:
-    """Stands for the code that allocates."""
+    """A stand-in for the stack that allocates."""
 
     def __init__(self, *frames: tuple[str, str, int]) -> None:
         self.frames = [
@@ -37,7 +37,7 @@ LOADING = Stack(("/app/main.py", "load", 3))
 
 
 def recorded() -> Allocator:
-    """A block of 30 MiB, then 3 MiB that stay and 5 MiB that do not outlive the forward."""
+    """Record a block of 30 MiB, then 3 MiB that are kept and 5 MiB that forward frees."""
     allocator = Allocator(1 << 40, version=(2, 6))
     large = allocator.malloc(30 * MIB, context=LOADING)
     allocator.malloc(3 * MIB, context=FORWARD)
@@ -47,24 +47,24 @@ def recorded() -> Allocator:
 
 
 def told(snapshot: dict[str, Any], **question: Any) -> tuple[dict[str, Any], list[list[int]]]:
-    """The first device of the page's data, and its columns: what events did, reserved, split."""
+    """Return the page's first device and its columns: changes, reserved and split bytes."""
     result = replay(snapshot, courses=True, **question)
     data, (text, *_) = recording_of("run.pickle", result, notes=[], used_elsewhere=0)
     columns = json.loads(zlib.decompress(b64decode(text)))
     return data["devices"][0], [columns["blocks"], *columns["reserved"], *columns["split"]]
 
 
-def test_every_event_says_what_it_allocated_reserved_and_left_split() -> None:
+def test_every_event_has_its_allocated_reserved_and_split_bytes() -> None:
     device, (did, reserved, split) = told(recorded().snapshot())
     assert device["kinds"] == [[30 * MIB, 0], [3 * MIB, 1], [5 * MIB, 2]]
     # segment, alloc; segment, alloc; alloc, free requested and completed; the same for the large
     assert did == [0, 1, 0, 3, 5, 0, 6, 0, 2]
-    # The first number of each is at the start.
+    # The first number of each column is the state at the start.
     assert reserved == [0, 0, 30 * MIB, 0, 20 * MIB, 0, 0, 0, 0, 0]
     assert split == [0, 0, 0, 0, 17 * MIB, -5 * MIB, 0, 5 * MIB, 0, 0]
 
 
-def test_what_events_say_adds_up_to_the_peak_of_the_allocator() -> None:
+def test_events_add_up_to_the_peak_of_the_allocator() -> None:
     draw = random.Random(7)
     allocator = Allocator(1 << 44, version=(2, 6))
     live: list[int] = []
@@ -87,7 +87,7 @@ def test_what_events_say_adds_up_to_the_peak_of_the_allocator() -> None:
         assert series[-1] == allocator.allocated
 
 
-def test_places_say_line_and_category_with_paths_relative_to_the_program() -> None:
+def test_places_have_line_category_and_a_path_relative_to_the_program() -> None:
     device, _ = told(recorded().snapshot())
     assert [(one["category"], one["site"], one["function"]) for one in device["places"]] == [
         ("other", "main.py:3", "load"),
@@ -97,10 +97,10 @@ def test_places_say_line_and_category_with_paths_relative_to_the_program() -> No
     assert device["places"][1]["stack"] == ["src/model.py:7 forward", "module.py:1 _call_impl"]
 
 
-def test_segments_at_the_peak_and_at_the_end() -> None:
+def test_segments_are_listed_at_the_peak_and_at_the_end() -> None:
     device, _ = told(recorded().snapshot())
     run = device["recorded"]
-    # Most was allocated while 50 MiB were reserved after the fifth event.
+    # The peak is after the fifth event, while 50 MiB were reserved.
     assert run["fullest"] == 5
     assert run["usage"]["fragmentation"] == 12 * MIB
     assert run["segments"]["peak"] == [
@@ -118,7 +118,7 @@ def test_segments_at_the_peak_and_at_the_end() -> None:
     ]
 
 
-def test_what_was_there_before_recording_began_is_there_from_the_start() -> None:
+def test_blocks_from_before_the_recording_are_live_at_the_start() -> None:
     snapshot = recorded().snapshot()
     snapshot["device_traces"][0] = snapshot["device_traces"][0][2:]
     device, (did, reserved, split) = told(snapshot)
@@ -129,7 +129,7 @@ def test_what_was_there_before_recording_began_is_there_from_the_start() -> None
     assert (reserved[0], split[0]) == (30 * MIB, 0)
 
 
-def test_what_if_is_a_second_run() -> None:
+def test_a_what_if_is_a_second_run_of_the_page() -> None:
     device, (_, _, tried, *_) = told(recorded().snapshot(), alloc_conf="expandable_segments:True")
     assert device["what_if"]["usage"]["peak_allocated"] == 38 * MIB
     assert len(tried) - 1 == device["events"] == 9
@@ -157,12 +157,12 @@ def test_a_what_if_whose_start_does_not_fit_has_no_events() -> None:
     assert (len(recorded_reserved) - 1, tried) == (device["events"], [])
 
 
-def test_what_a_loop_repeats_is_small() -> None:
+def test_the_data_of_a_loop_are_small() -> None:
     assert len(packed([512, 1024, -512, 4096, -1024, -4096] * 100_000)) < 20_000
 
 
 @pytest.mark.parametrize("odd", [None, 7, "text", [None, 3], [{"filename": 3}]])
-def test_frames_of_another_form_are_no_frames(odd: Any) -> None:
+def test_malformed_frames_are_ignored(odd: Any) -> None:
     snapshot = recorded().snapshot()
     for event in snapshot["device_traces"][0]:
         event["frames"] = odd
@@ -170,7 +170,7 @@ def test_frames_of_another_form_are_no_frames(odd: Any) -> None:
     assert {one["category"] for one in device["places"]} == {"other"}
 
 
-def test_a_hostile_line_is_text() -> None:
+def test_a_hostile_source_line_is_text() -> None:
     def page(names: Iterable[str]) -> Page:
         allocator = Allocator(1 << 40, version=(2, 6))
         for name in names:
