@@ -22,7 +22,7 @@ LINEAR = replace(SOFTMAX, operator="torch.addmm", bytes=8192, site="model.py:20"
 WEIGHT = Site("parameters", 1024, 2, "test.py:3", "test", "Tensor.to", "head", (16, 16), "float32")
 
 
-def told(actual: list[Site], reference: list[Site]) -> list[tuple[int, str, str | None]]:
+def diff(actual: list[Site], reference: list[Site]) -> list[tuple[int, str, str | None]]:
     return [
         (change.bytes, change.change, change.site.operator) for change in explain(actual, reference)
     ]
@@ -30,13 +30,13 @@ def told(actual: list[Site], reference: list[Site]) -> list[tuple[int, str, str 
 
 def test_lines_that_moved_are_no_change() -> None:
     moved = [replace(SOFTMAX, site="model.py:99"), LINEAR, WEIGHT]
-    assert told(moved, [SOFTMAX, LINEAR, WEIGHT]) == []
+    assert diff(moved, [SOFTMAX, LINEAR, WEIGHT]) == []
 
 
 def test_new_gone_grown_and_shrunk_sites_are_sorted_by_size() -> None:
     actual = [replace(SOFTMAX, bytes=8192, dtype="float32"), replace(WEIGHT, bytes=512)]
     cloned = replace(SOFTMAX, operator="torch.clone", bytes=2048)
-    assert told([*actual, cloned], [SOFTMAX, WEIGHT, LINEAR]) == [
+    assert diff([*actual, cloned], [SOFTMAX, WEIGHT, LINEAR]) == [
         (-8192, "gone", "torch.addmm"),
         (4096, "grown", "torch.softmax"),
         (2048, "new", "torch.clone"),
@@ -96,12 +96,12 @@ def test_a_compacted_composition_keeps_its_bytes() -> None:
 def test_a_compacted_composition_does_not_differ_from_itself() -> None:
     # Two sites of one operator, of which one is in the compacted rest.
     twice = [*many(40), *(replace(site, site="model.py:50", bytes=10) for site in many(40))]
-    assert told(twice, list(compact(twice))) == []
+    assert diff(twice, list(compact(twice))) == []
 
 
 def test_a_new_site_stands_out_of_a_compacted_reference() -> None:
     new = replace(WEIGHT, operator="torch.ones", bytes=50_000)
-    assert told([*many(40), new], list(compact(many(40)))) == [(50_000, "new", "torch.ones")]
+    assert diff([*many(40), new], list(compact(many(40)))) == [(50_000, "new", "torch.ones")]
 
 
 def test_growth_in_the_compacted_rest_names_its_function() -> None:
@@ -114,9 +114,9 @@ def test_growth_in_the_compacted_rest_names_its_function() -> None:
 
 
 def test_a_renamed_function_is_the_same_function() -> None:
-    assert told([replace(SOFTMAX, function="attend", module=None), WEIGHT], [SOFTMAX, WEIGHT]) == []
+    assert diff([replace(SOFTMAX, function="attend", module=None), WEIGHT], [SOFTMAX, WEIGHT]) == []
 
 
 def test_the_rest_of_a_renamed_function_is_the_same_rest() -> None:
     renamed = [replace(site, function="attend") for site in many(40)]
-    assert told(renamed, list(compact(many(40)))) == []
+    assert diff(renamed, list(compact(many(40)))) == []

@@ -44,13 +44,13 @@ def sentence_of(
     return first_sentence(run(project, program, regression))
 
 
-def show(told: Mapping[str, tuple[str, bool]], stream: TextIO) -> None:
+def show(results: Mapping[str, tuple[str, bool]], stream: TextIO) -> None:
     """Print a table of first sentences, with a mark for each that names the cause."""
-    width = max(map(len, told), default=0)
-    for name, (sentence, right) in told.items():
+    width = max(map(len, results), default=0)
+    for name, (sentence, right) in results.items():
         print(f"{'ok  ' if right else 'MISS'}  {name:<{width}}  {sentence}", file=stream)
-    found = sum(right for _, right in told.values())
-    print(f"{found} of {len(told)} first sentences are the cause", file=stream)
+    found = sum(right for _, right in results.values())
+    print(f"{found} of {len(results)} first sentences are the cause", file=stream)
 
 
 def accept(project: Project, program: Program, stored: dict[str, str]) -> None:

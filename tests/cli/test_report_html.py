@@ -92,10 +92,10 @@ def test_earlier_reports_are_the_history_of_the_last(how: str, tmp_path: Path) -
     assert main(["report", *map(str, given), "-o", str(page)]) == 0
     overview = Page(page.read_text(encoding="utf-8")).overview
     assert overview["moments"] == ["run-9", "run-10", "run-11"]
-    told = rows(page)["test_a.py::test_a"]
-    assert told["trend"] == [[0, 16 * MIB], [1, 16 * MIB + MIB // 2], [2, 20 * MIB]]
-    assert told["steps"] == [["run-11", 16 * MIB + MIB // 2, 20 * MIB]]
-    assert told["crept"] == MIB // 2
+    test_row = rows(page)["test_a.py::test_a"]
+    assert test_row["trend"] == [[0, 16 * MIB], [1, 16 * MIB + MIB // 2], [2, 20 * MIB]]
+    assert test_row["steps"] == [["run-11", 16 * MIB + MIB // 2, 20 * MIB]]
+    assert test_row["crept"] == MIB // 2
     assert rows(page)["test_a.py::test_new"]["trend"] == [[2, MIB]]
 
 

@@ -25,12 +25,12 @@ LINE = {
 
 
 def drawn() -> TestRecord:
-    told = measured(
+    drawn_test = measured(
         5 * MIB,
         replace(phase("forward", 5 * MIB), composition={"activations": 5 * MIB}),
         composition={"parameters": MIB, "activations": 4 * MIB},
     )
-    return record("test_a.py::test_$x$_and_<y>", replace(told, timeline=LINE))
+    return record("test_a.py::test_$x$_and_<y>", replace(drawn_test, timeline=LINE))
 
 
 def plot(tmp_path: Path, *arguments: str, name: str = "picture.svg") -> int:

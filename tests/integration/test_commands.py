@@ -117,8 +117,8 @@ def test_every_test_id_survives_the_shell(repository: Project) -> None:
     words = "\n".join(f"printf '%s\\n' {line.partition('baselines ')[2]}" for line in accepting)
 
     named = pasted(words, repository.path).stdout.splitlines()
-    told = [line for line in result.outlines if line.startswith("FAILED ")]
-    assert sorted(named) == sorted(re.sub(r"^FAILED (.*) - \+.*", r"\1", line) for line in told)
+    failed = [line for line in result.outlines if line.startswith("FAILED ")]
+    assert sorted(named) == sorted(re.sub(r"^FAILED (.*) - \+.*", r"\1", line) for line in failed)
     assert len(named) == len(NAMES) + 1
 
 

@@ -116,8 +116,8 @@ def test_an_unknown_kernel_is_named_once_for_all_its_tests(
     refused = project.run_apart(*workers)
 
     refused.assert_outcomes(skipped=3)
-    told = [line for line in refused.outlines if "was skipped:" in line or "were skipped:" in line]
-    assert [line.partition(": gpumem_shop")[0].partition(": load(")[0] for line in told] == [
+    skips = [line for line in refused.outlines if "was skipped:" in line or "were skipped:" in line]
+    assert [line.partition(": gpumem_shop")[0].partition(": load(")[0] for line in skips] == [
         "note: test_kernel.py::test_kernel[0.5] and 1 more test were skipped",
         "note: test_kernel.py::test_compiled was skipped",
     ]

@@ -84,9 +84,9 @@ def test_events_add_up_to_the_peak_that_torch_reports() -> None:
             line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
             layer(torch.ones(8, 256, device="cuda")).sum().backward()
             end = history.positions()[0]
-            told = History(held, list(history.events(0, begin)), [Span("call", 0, end - begin)])
+            trace = History(held, list(history.events(0, begin)), [Span("call", 0, end - begin)])
         peak = torch.cuda.max_memory_allocated()
-    found = compositions(told)["call"]
+    found = compositions(trace)["call"]
     assert found.total == peak
     assert f"test_recorded.py:{line}" in {site.site for site in found.sites}
 

@@ -47,14 +47,14 @@ def test_tests_that_grew_by_the_same_line_are_one_cause() -> None:
             grown("test_c", 64 * MIB),
         ]
     )
-    assert told(found) == [
+    assert summaries(found) == [
         (("activations", "model.py:71", "torch.softmax"), ["test_a", "test_b", "test_c"]),
         (("over a baseline",), ["tests/test_model.py::test_step"]),
     ]
     assert [cause.size for cause in found] == ["+16.0 MiB", "+16.0 MiB"]
 
 
-def told(causes: list[Cause]) -> list[tuple[tuple[str, ...], list[str]]]:
+def summaries(causes: list[Cause]) -> list[tuple[tuple[str, ...], list[str]]]:
     return [(cause.words, [record.nodeid for record in cause.records]) for cause in causes]
 
 
@@ -79,7 +79,7 @@ def test_sentences_that_differ_only_in_sizes_are_one_cause() -> None:
             for number, sentence in enumerate(sentences)
         ]
     )
-    assert told(found) == [
+    assert summaries(found) == [
         ((sentences[2],), ["test_2"]),
         (
             ("model.py:24 (torch.clone) takes … of activations more (…… float32)",),
@@ -123,4 +123,4 @@ def test_every_test_has_one_word_for_its_outcome() -> None:
         "skipped": replace(passing(), outcome="skipped", judged=False),
         "measured": replace(passing(), judged=False),
     }
-    assert {word: status_of(told) for word, told in words.items()} == {w: w for w in words}
+    assert {word: status_of(test) for word, test in words.items()} == {w: w for w in words}

@@ -45,8 +45,8 @@ def grown(*sites: str) -> TestRecord:
         for at, site in enumerate(sites)
     ]
     over = verdict("baseline", 80 * MIB, 64 * MIB, reference=64 * MIB)
-    told = replace(over, explanation=tuple(lines), cause="model.py:2 takes 9.0 MiB more")
-    return record("test_model.py::test_x", measured(80 * MIB), told, outcome="failed")
+    explained = replace(over, explanation=tuple(lines), cause="model.py:2 takes 9.0 MiB more")
+    return record("test_model.py::test_x", measured(80 * MIB), explained, outcome="failed")
 
 
 def annotation(pull_request: Path, test: TestRecord) -> str:

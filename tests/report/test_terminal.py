@@ -188,9 +188,9 @@ def test_a_baseline_that_cannot_be_written_is_reported_once() -> None:
 
 def test_recorded_tests_are_not_listed_as_without_a_baseline() -> None:
     pruned = UpdateReport(pruned=(Change("t.py::test_c", SIMULATED, ENTRY, None),))
-    told = "no baseline in sim-A100-40GB-torch2.13 for 1 test:"
-    assert told in lines_of(unknown(), update=pruned)
-    assert told not in lines_of(unknown(), update=UpdateReport(unchanged=1))
+    sentence = "no baseline in sim-A100-40GB-torch2.13 for 1 test:"
+    assert sentence in lines_of(unknown(), update=pruned)
+    assert sentence not in lines_of(unknown(), update=UpdateReport(unchanged=1))
 
 
 def test_a_note_is_shown_once_with_the_number_of_tests() -> None:
@@ -232,9 +232,9 @@ def test_the_dry_device_has_no_other_processes() -> None:
 
 def test_a_device_that_nvml_cannot_read_is_shown_when_verbose() -> None:
     absent = replace(passing(), nvml={"absent": "the NVIDIA driver is not loaded"})
-    told = "whole device: not read, because the NVIDIA driver is not loaded"
-    assert told in lines_of(absent, verbosity=1, width=160)
-    assert told not in lines_of(absent, width=160)
+    sentence = "whole device: not read, because the NVIDIA driver is not loaded"
+    assert sentence in lines_of(absent, verbosity=1, width=160)
+    assert sentence not in lines_of(absent, width=160)
 
 
 def test_a_run_without_measured_tests_writes_nothing() -> None:
@@ -300,7 +300,7 @@ def test_very_long_settings_are_shortened() -> None:
 
 
 def test_tests_with_baselines_of_other_environments_only_are_counted() -> None:
-    for elsewhere, told in (
+    for elsewhere, sentence in (
         (
             {"sim-T4-torch2.6": 1},
             "1 test has a baseline in sim-T4-torch2.6 and none in this environment: it was "
@@ -314,4 +314,4 @@ def test_tests_with_baselines_of_other_environments_only_are_counted() -> None:
     ):
         missing = Missing(elsewhere=elsewhere)
         lines = section([passing()], verbosity=0, width=160, missing=missing)
-        assert told in [line.text for line in lines]
+        assert sentence in [line.text for line in lines]

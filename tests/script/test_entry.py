@@ -51,8 +51,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def found(folder: Path) -> dict[str, object]:
     import json
 
-    told: dict[str, object] = json.loads((folder / "found.json").read_text())
-    return told
+    report: dict[str, object] = json.loads((folder / "found.json").read_text())
+    return report
 
 
 def test_a_file_runs_as_a_script(folder: Path) -> None:
@@ -73,11 +73,11 @@ def test_a_module_and_a_package_run_as_scripts(folder: Path) -> None:
     for name, file in (("package.tells", "tells.py"), ("package", "__main__.py")):
         Script(name, ("x",), is_module=True).run()
 
-        told = found(folder)
-        assert (told["name"], told["package"]) == ("__main__", "package")
-        assert told["argv"] == [str(folder / "package" / file), "x"]
-        assert told["path"] == str(folder)
-        assert told["main"]
+        report = found(folder)
+        assert (report["name"], report["package"]) == ("__main__", "package")
+        assert report["argv"] == [str(folder / "package" / file), "x"]
+        assert report["path"] == str(folder)
+        assert report["main"]
 
 
 def test_a_folder_with_a_main_module_runs_as_a_script(folder: Path) -> None:

@@ -25,8 +25,8 @@ def hosts(pytestconfig: pytest.Config) -> Hosts:
 
 def will_need(host: str, folder: str, *, capacity: int = 100) -> dict[str, Any]:
     needs = {"a": [7, "max", 1.5, False, 0, True]}
-    told = {"device": "GPU", "capacity": capacity, "needs": needs, "real": True}
-    return {"host": [host, folder], **told}
+    fields = {"device": "GPU", "capacity": capacity, "needs": needs, "real": True}
+    return {"host": [host, folder], **fields}
 
 
 def has_run(worker: str, nodeid: str, began: float, ended: float) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_a_wait_is_shown_by_the_controller_after_some_time() -> None:
     controller: Any = Mock()
     controller.pluginmanager.getplugin = plugins.get
     hosts = Hosts(controller)
-    worker: Any = Mock(workerinput={CHANNEL: Mock(send=lambda told: hosts.take("gw0", told))})
+    worker: Any = Mock(workerinput={CHANNEL: Mock(send=lambda data: hosts.take("gw0", data))})
     channel = ControllerChannel(worker)
 
     for waited in (4.9, 5.2, 9.0, 59.9, 61.0):

@@ -53,10 +53,10 @@ SITE = {
 
 @pytest.fixture
 def page(opened_page: Callable[[Path], Any], tmp_path: Path) -> Any:
-    told = failing()
-    assert told.measurement is not None
+    failed = failing()
+    assert failed.measurement is not None
     shown = replace(
-        told.measurement,
+        failed.measurement,
         composition={"activations": 80 * MIB},
         sites=(SITE,),
         timeline=TIMELINE,
@@ -68,8 +68,8 @@ def page(opened_page: Callable[[Path], Any], tmp_path: Path) -> Any:
     hostile = [
         record(name, measured(MIB), verdict("limit", MIB, 2 * MIB)) for name in (HOSTILE, *ODD)
     ]
-    records = [replace(told, measurement=shown), passing(), *hostile, *many]
-    past = Past([("run-1", "", {told.key: 64 * MIB}), ("run-2", "", {told.key: 80 * MIB})])
+    records = [replace(failed, measurement=shown), passing(), *hostile, *many]
+    past = Past([("run-1", "", {failed.key: 64 * MIB}), ("run-2", "", {failed.key: 80 * MIB})])
     path = tmp_path / "page.html"
     path.write_text(render(records, past, [USE]), encoding="utf-8")
     return opened_page(path)

@@ -46,16 +46,16 @@ def recorded() -> Allocator:
     return allocator
 
 
-def told(snapshot: dict[str, Any], **question: Any) -> tuple[dict[str, Any], list[list[int]]]:
+def parsed(snapshot: dict[str, Any], **question: Any) -> tuple[dict[str, Any], list[list[int]]]:
     """Return the page's first device and its columns: changes, reserved and split bytes."""
-    result = replay(snapshot, courses=True, **question)
-    data, (text, *_) = recording_of("run.pickle", result, notes=[], used_elsewhere=0)
+    parsed = replay(snapshot, courses=True, **question)
+    data, (text, *_) = recording_of("run.pickle", parsed, notes=[], used_elsewhere=0)
     columns = json.loads(zlib.decompress(b64decode(text)))
     return data["devices"][0], [columns["blocks"], *columns["reserved"], *columns["split"]]
 
 
 def test_every_event_has_its_allocated_reserved_and_split_bytes() -> None:
-    device, (did, reserved, split) = told(recorded().snapshot())
+    device, (did, reserved, split) = parsed(recorded().snapshot())
     assert device["kinds"] == [[30 * MIB, 0], [3 * MIB, 1], [5 * MIB, 2]]
     # segment, alloc; segment, alloc; alloc, free requested and completed; the same for the large
     assert did == [0, 1, 0, 3, 5, 0, 6, 0, 2]
@@ -76,7 +76,7 @@ def test_events_add_up_to_the_peak_of_the_allocator() -> None:
     late = allocator.snapshot()
     late["device_traces"] = [late["device_traces"][0][1_001:]]
     for snapshot in (allocator.snapshot(), late):
-        device, (did, *_) = told(snapshot)
+        device, (did, *_) = parsed(snapshot)
         held = sum(count * device["kinds"][kind][0] for kind, count in device["start"])
         changes = [
             0 if not one else device["kinds"][(one - 1) // 2][0] * (1 if one % 2 else -1)
@@ -88,7 +88,7 @@ def test_events_add_up_to_the_peak_of_the_allocator() -> None:
 
 
 def test_places_have_line_category_and_a_path_relative_to_the_program() -> None:
-    device, _ = told(recorded().snapshot())
+    device, _ = parsed(recorded().snapshot())
     assert [(one["category"], one["site"], one["function"]) for one in device["places"]] == [
         ("other", "main.py:3", "load"),
         ("activations", "src/model.py:7", "forward"),
@@ -98,7 +98,7 @@ def test_places_have_line_category_and_a_path_relative_to_the_program() -> None:
 
 
 def test_segments_are_listed_at_the_peak_and_at_the_end() -> None:
-    device, _ = told(recorded().snapshot())
+    device, _ = parsed(recorded().snapshot())
     run = device["recorded"]
     # The peak is after the fifth event, while 50 MiB were reserved.
     assert run["fullest"] == 5
@@ -121,7 +121,7 @@ def test_segments_are_listed_at_the_peak_and_at_the_end() -> None:
 def test_blocks_from_before_the_recording_are_live_at_the_start() -> None:
     snapshot = recorded().snapshot()
     snapshot["device_traces"][0] = snapshot["device_traces"][0][2:]
-    device, (did, reserved, split) = told(snapshot)
+    device, (did, reserved, split) = parsed(snapshot)
     assert device["start"] == [[0, 1]]
     assert device["kinds"][0] == [30 * MIB, 0]
     assert device["places"][0]["operator"] == "allocated before recording began"
@@ -130,7 +130,7 @@ def test_blocks_from_before_the_recording_are_live_at_the_start() -> None:
 
 
 def test_a_what_if_is_a_second_run_of_the_page() -> None:
-    device, (_, _, tried, *_) = told(recorded().snapshot(), alloc_conf="expandable_segments:True")
+    device, (_, _, tried, *_) = parsed(recorded().snapshot(), alloc_conf="expandable_segments:True")
     assert device["what_if"]["usage"]["peak_allocated"] == 38 * MIB
     assert len(tried) - 1 == device["events"] == 9
 
@@ -139,7 +139,7 @@ def test_a_what_if_that_runs_out_of_memory_ends_there() -> None:
     allocator = Allocator(1 << 40, version=(2, 6))
     allocator.malloc(6 << 30)
     allocator.malloc(6 << 30)
-    device, (_, _, tried, *_) = told(allocator.snapshot(), gpu="RTX-4060")
+    device, (_, _, tried, *_) = parsed(allocator.snapshot(), gpu="RTX-4060")
     assert device["what_if"]["usage"]["out_of_memory"]["event"] == 3
     assert len(tried) - 1 < device["events"] == 4
 
@@ -152,7 +152,7 @@ def test_a_what_if_whose_start_does_not_fit_has_no_events() -> None:
     )
     large = {"size": 9 << 30, "requested_size": 9 << 30, "state": "active_allocated"}
     snapshot["segments"][-1]["blocks"] = [large]
-    device, (_, recorded_reserved, tried, *_) = told(snapshot, gpu="RTX-4060")
+    device, (_, recorded_reserved, tried, *_) = parsed(snapshot, gpu="RTX-4060")
     assert device["what_if"]["usage"]["out_of_memory"]["event"] == -1
     assert (len(recorded_reserved) - 1, tried) == (device["events"], [])
 
@@ -166,7 +166,7 @@ def test_malformed_frames_are_ignored(odd: Any) -> None:
     snapshot = recorded().snapshot()
     for event in snapshot["device_traces"][0]:
         event["frames"] = odd
-    device, _ = told(snapshot)
+    device, _ = parsed(snapshot)
     assert {one["category"] for one in device["places"]} == {"other"}
 
 
@@ -175,12 +175,12 @@ def test_a_hostile_source_line_is_text() -> None:
         allocator = Allocator(1 << 40, version=(2, 6))
         for name in names:
             allocator.malloc(MIB, context=Stack((f"/app/{name}.py", name, 1)))
-        result = replay(allocator.snapshot(), courses=True)
+        parsed = replay(allocator.snapshot(), courses=True)
         return Page(
             assembled(
                 "recording.html",
                 RECORDING,
-                *recording_of("a</script>.pickle", result, notes=[], used_elsewhere=0),
+                *recording_of("a</script>.pickle", parsed, notes=[], used_elsewhere=0),
             )
         )
 
