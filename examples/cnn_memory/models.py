@@ -35,7 +35,7 @@ def alexnet() -> nn.Sequential:
 
 
 def alexnet_and_images() -> tuple[nn.Module, Tensor]:
-    """Return AlexNet and one image, for ``gpumem layers``."""
+    """Return AlexNet and one image, for ``gpumem predict --by layer``."""
     return alexnet().cuda(), torch.randn(1, 3, 224, 224, device="cuda")
 
 
