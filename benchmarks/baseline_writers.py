@@ -57,7 +57,7 @@ def write(root: Path, notes: Path, name: str, files: int) -> None:
                 else:
                     tests[test] = BaselineEntry(size, size, 0, 0)
 
-            # What is under way when the writer is killed may stand in the file or not.
+            # An update in progress when the writer is killed may be in the file or not.
             log.write(f"begin {number} {test}\n")
             try:
                 store.edit(T4, module_of(number), edit)

@@ -27,7 +27,7 @@ from pytest_gpumem.simulated.gpu.catalogue import GpuModel
 
 @dataclass(frozen=True)
 class CompiledNumber:
-    """A number that somebody measured of compiled code; all in ``unit``."""
+    """A published measurement of compiled code; all numbers are in ``unit``."""
 
     what: str
     source: str
@@ -41,7 +41,7 @@ class CompiledNumber:
 
     @property
     def off(self) -> float:
-        """How far the simulated number is away, to the precision of the measured one."""
+        """The distance of the simulated number, to the precision of the measured one."""
         return round(self.simulated, self.digits) / self.measured - 1
 
     def written(self, value: float) -> str:
@@ -128,7 +128,7 @@ def masked_attention() -> Iterator[CompiledNumber]:
 
 @contextmanager
 def donated_buffers(value: bool) -> Iterator[None]:
-    """As the program sets it, to call backward more than once."""
+    """Set donated buffers as the program does, which calls backward more than once."""
     with functorch_config.patch(donated_buffer=value):
         yield
 

@@ -64,7 +64,7 @@ def main() -> None:
             sites = accounted(step, arguments.steps, gpu)
             durations["plain"].append(middle - start)
             durations["accounted"].append(time.perf_counter() - middle)
-    # What else the machine does only ever makes it longer.
+    # Other work of the machine only makes a run longer.
     shortest = {name: min(values) for name, values in durations.items()}
     print(f"GPT-2 training, {arguments.layers} layers, {arguments.steps} simulated step(s)")
     for name, seconds in shortest.items():

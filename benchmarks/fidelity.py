@@ -159,7 +159,7 @@ def programs() -> Iterator[str]:
 
 
 def verdict(trace: Trace, found: Comparison) -> tuple[str, str]:
-    """How many events are equal, and what differs."""
+    """Return the number of equal events, and the differences."""
     first = found.first_difference
     if first is None:
         return "all", "" if found.exact else trace.note
@@ -305,7 +305,7 @@ def layers() -> Iterator[str]:
 
 
 def ranks() -> Iterator[str]:
-    """What others measured on one rank of several."""
+    """Yield the table of public measurements on one rank of several."""
     configurations = list(rank_numbers())
     found = [number for numbers_there in configurations for number in numbers_there]
     equal = sum(not number.off for number in found)
@@ -370,7 +370,7 @@ def percent(off: float) -> str:
 
 
 def speed() -> Iterator[str]:
-    """What the other benchmarks print."""
+    """Yield the output of the other benchmarks."""
     yield "## Speed"
     for script in ("training_step.py", "large_model.py"):
         yield ""
@@ -378,7 +378,7 @@ def speed() -> Iterator[str]:
 
 
 def printed_by(script: str) -> Iterator[str]:
-    """What another benchmark prints, under its command."""
+    """Yield the output of another benchmark, under its command."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / script)],
         capture_output=True,

@@ -14,7 +14,7 @@ from string import ascii_lowercase
 NEAR = 0.1
 """Per cent that a row which is not listed may be off."""
 OFTEN = 2
-"""How many rows have a note or a source before it stands behind the table."""
+"""The number of rows with a note or source from which the text is moved below the table."""
 
 _Row = list[str]
 

@@ -45,7 +45,7 @@ KINDS = ("a worker that holds a lease", "the controller", "two runs at once")
 
 
 class Campaign:
-    """One project, killed again and again."""
+    """A project whose runs are killed repeatedly."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
@@ -77,7 +77,7 @@ class Campaign:
         self._check_files()
 
     def finish(self) -> None:
-        """See that a run that nobody kills passes, and finds the baselines of all."""
+        """Check that a run that is not killed passes, and finds the baselines of all tests."""
         self.found["next runs that failed"] += self._start("a").wait() != 0
         self._check_files(complete=True)
 

@@ -154,7 +154,7 @@ def layout() -> int:
 
 @dataclass(frozen=True)
 class MlpTable:
-    """How far a sample of rows is from the measurements, in MiB."""
+    """The distance of a sample of rows from the measurements, in MiB."""
 
     rows: list[tuple[float, Row]]
     """Measured minus simulated and the context, and the row."""

@@ -16,11 +16,11 @@ from pytest_gpumem.dry.load import environment, is_loaded
 TIB = 1024**4
 
 _GPUS = {"training_step.py": ("A100-80GB", None), "large_model.py": ("H100", 2 * TIB)}
-"""By script, its GPU, and bytes of memory other than that GPU's."""
+"""Each script's GPU, and the bytes of memory where these differ from that GPU's."""
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` know the option; without it only the simulated device is timed."""
+    """Add the option to ``parser``; without the option only the simulated device is timed."""
     parser.add_argument(
         "--device",
         choices=("cuda", "dry"),
@@ -29,7 +29,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def _begin() -> None:
-    """Start the process anew with a dry GPU where that is asked for and not there."""
+    """Restart the process with a dry GPU where that is requested and absent."""
     gpu, memory = _GPUS.get(Path(sys.argv[0]).name, (None, None))
     if gpu is None or "dry" not in sys.argv or is_loaded():
         return

@@ -39,7 +39,7 @@ class Stated:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One run of somebody's."""
+    """A published run."""
 
     what: str
     source: str

@@ -329,7 +329,7 @@ def differences(recorded: list[Event], simulated: list[Event]) -> list[str]:
 
 
 def matching(recorded: list[Event], simulated: list[Event]) -> int:
-    """How many events stand in the same order on both sides."""
+    """Return the number of events in the same order on both sides."""
     matcher = difflib.SequenceMatcher(None, recorded, simulated, autojunk=False)
     return sum(block.size for block in matcher.get_matching_blocks())
 

@@ -32,11 +32,11 @@ from tests.report.html import chromium  # noqa: E402
 TESTS = 2_000
 EVENTS = 1_000_000
 LINES = 40
-"""Of the program that is recorded."""
+"""The number of source lines of the recorded program."""
 SIZES = 20
 """Of the blocks that one line allocates."""
 TIMES = 5
-"""How often each thing is done; the median is shown."""
+"""The repetitions of each action; the median is shown."""
 
 _WAIT = """
 addEventListener('DOMContentLoaded', () => {

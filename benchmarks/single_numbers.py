@@ -37,7 +37,7 @@ class Number:
 
     @property
     def off(self) -> float:
-        """How far the simulated number is away, to the precision of the measured one."""
+        """The distance of the simulated number, to the precision of the measured one."""
         return round(self.simulated, self.digits) / self.measured - 1
 
     def written(self, value: float) -> str:

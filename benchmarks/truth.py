@@ -75,7 +75,7 @@ OUTCOMES = (EQUAL, ADJACENT, REORDERED, PEAK, REFUSED, DRY_FAILS, BOTH_FAIL)
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass did on both devices."""
+    """The events of one pass on both devices."""
 
     case: str
     name: str
@@ -88,7 +88,7 @@ class Pass:
 
     @property
     def group(self) -> str:
-        """What was run: ``op/add``."""
+        """The name of the case: ``op/add``."""
         return "/".join(self.case.split("/")[:2])
 
     @property
@@ -102,7 +102,7 @@ class Pass:
 
     @property
     def family(self) -> str:
-        """What passes with the same cause have in common."""
+        """The key that passes with the same cause share."""
         what = self.group
         if self.outcome in (REFUSED, DRY_FAILS):
             error = (self.simulated if self.outcome == REFUSED else self.dry)["error"]
@@ -114,12 +114,12 @@ class Pass:
 
     @property
     def shift(self) -> int:
-        """By how many bytes the simulated peak is higher."""
+        """The bytes by which the simulated peak is higher."""
         return int(self.simulated["allocated"]) - int(self.dry["allocated"])
 
 
 def main() -> int:
-    """Run what is asked for, and print or write what was found."""
+    """Run the requested groups, and print or write the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--corpus", default=",".join(CORPORA))

@@ -35,7 +35,7 @@ PATIENCE = 300
 
 SIGNS = {"alloc": "+", "free_requested": "-"}
 OTHERS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
-"""What is compared besides: what the allocator asks of the driver."""
+"""Events that are compared besides: the allocator's requests to the driver."""
 
 PROGRAMS = ("scenario", "program", "stranger")
 """Corpora whose groups take longer: of a sample, one to ten others."""
@@ -47,7 +47,7 @@ Json = dict[str, Any]
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the requested cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("device", choices=("cuda", "dry", "simulated"))
     parser.add_argument("gpu")
@@ -98,7 +98,7 @@ def _chosen(request: Json) -> tuple[list[Group], str | None]:
 def _in_fork(
     group: Group, seed: str | None, device: str, gpu: str, stacks: str | None, out: Any
 ) -> None:
-    """Run ``group`` in a process of its own."""
+    """Run ``group`` in a separate process."""
     out.flush()
     child = os.fork()
     if child == 0:

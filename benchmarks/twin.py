@@ -50,7 +50,7 @@ SETTINGS = (
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
     *("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "TORCH_CUBLAS_WORKSPACE_CACHE"),
 )
-"""Of the environment; both devices run without them."""
+"""Variables of the environment that are removed for both devices."""
 
 LIBRARIES = ("torch", "cuda", "cudnn", "transformers")
 """Of an environment; what was made with others is made again."""
@@ -122,7 +122,7 @@ class Process:
 
 @dataclass
 class Crew:
-    """Threads that make scenarios of one kind, each with a process of its own."""
+    """Threads that run scenarios of one kind, each with its own process."""
 
     command: tuple[str, ...]
     done: Callable[[Scenario, Json], None]
@@ -181,7 +181,7 @@ Made = tuple[tuple[str, ...], Callable[[Scenario, Json], None]]
 
 
 def finish(crews: Sequence[Crew], jobs: int) -> None:
-    """Let all ``crews`` work at the same time until their scenarios are done."""
+    """Run all ``crews`` at the same time until their scenarios are done."""
     for thread in [thread for crew in crews for thread in crew.start(jobs)]:
         thread.join()
 
@@ -245,7 +245,7 @@ def _event(events: Sequence[int], index: int) -> str:
 
 
 def _origin(side: Json, index: int) -> str:
-    """Where the last allocation up to ``index`` came from."""
+    """Return the origin of the last allocation up to ``index``."""
     if "origins" not in side:
         return "(origin not kept)"
     numbers = unpacked(side["origin_of"])[: index + 1]
@@ -259,13 +259,13 @@ def _origin(side: Json, index: int) -> str:
 
 
 def simulation_digest() -> str:
-    """Of the code that simulates."""
+    """Return the digest of the code that simulates."""
     files = sorted((ROOT / "pytest_gpumem" / "simulated").rglob("*.py"))
     return hashlib.sha256(b"\0".join(map(Path.read_bytes, files))).hexdigest()[:16]
 
 
 def evidence_path(hello: Json, stand_in: bool) -> Path:
-    """Where the evidence of this GPU and torch goes."""
+    """Return the file for the evidence of this GPU and torch."""
     gpu = re.sub(r"[^A-Za-z0-9._-]+", "-", hello["machine"]["name"])
     release = hello["torch"].partition("+")[0]
     return EVIDENCE / f"{'simulated-' * stand_in}{gpu}-torch{release}.json"

@@ -50,7 +50,7 @@ def unpacked(text: str) -> list[int]:
 
 
 def statistics() -> dict[str, int]:
-    """What torch says of the device at the end of a scenario; bytes, but for the counts."""
+    """torch's statistics of the device at the end of a scenario, in bytes or counts."""
     stats = torch.cuda.memory_stats()
     return {
         "peak_allocated": stats["allocated_bytes.all.peak"],
@@ -110,7 +110,7 @@ class Worker:
             self.model = find_gpu(machine)
 
     def hello(self) -> dict[str, Any]:
-        """What numbers depend on, without the name of the host."""
+        """Return the environment that numbers depend on, without the name of the host."""
         from importlib.metadata import PackageNotFoundError, version
 
         try:

@@ -14,7 +14,7 @@ from _pytest.pytester import SysModulesSnapshot
 
 from pytest_gpumem.device.host_gpus import REFUSED
 from tests import distributions
-from tests.forked import be_usual, begin_to_serve, can_serve, is_quick, quick, quicken_workers
+from tests.forked import begin_to_serve, can_serve, is_quick, quick, quicken_workers, stop_forking
 
 if TYPE_CHECKING:
     from tests.pytest_project import Project
@@ -33,16 +33,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # On a CUDA build, too, the projects of most tests are simulated: tests/dry asks for the dry device.
 os.environ[REFUSED] = "the tests' projects are simulated"
 
-# argparse would look on the disk for a translation of each of its words, whenever it says one.
+# Without a fixed language, argparse looks on the disk for a translation of each of its words.
 os.environ["LANGUAGE"] = "C"
 
-# No test judges by the time that an example takes.
+# Hypothesis fails no test for a slow example: the cores are shared.
 hypothesis.settings.register_profile("usual", deadline=None)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("usual")
 
 ONCE = {"readline", "zope", "mpmath", "numpy", "sympy", "torch", "triton"}
-"""What cannot be imported twice, or takes seconds."""
+"""Packages that cannot be imported twice, or whose import takes seconds."""
 
 # pytester takes what a run in this process imported out of sys.modules.
 setattr(  # noqa: B010  # its name belongs to the class
@@ -52,11 +52,11 @@ setattr(  # noqa: B010  # its name belongs to the class
 )
 
 LONG = ("test_terminal_output", "test_largest_batch", "test_docs")
-"""Modules that begin, for no worker to be left with one of their tests when the others end."""
+"""Modules that run first, so that no worker is left with a long test at the end."""
 
 MANY_MODULES = 50
 MANY_TESTS = 100
-"""What is worth another look at the heap, which those after them would go through."""
+"""New modules, and tests, after which the heap is frozen, so that collections skip its objects."""
 
 _frozen_modules = _tests = 0
 
@@ -75,8 +75,8 @@ _OF_EVERY_RUN = """
 
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("PYTEST_XDIST_WORKER") and is_quick():
-        be_usual()
-    # One for all workers, which are its first forks.
+        stop_forking()
+    # One server for all workers, which are its first forks.
     elif sys.platform == "linux" and config.getoption("numprocesses", None) and can_serve():
         begin_to_serve(at_once=True)
         quicken_workers()
@@ -84,10 +84,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with tests that go through the whole heap, before others fill it; then long ones."""
+    """Run tests that search the whole heap first, before others fill it; then long ones."""
     logs = config.pluginmanager.get_plugin("logging-plugin")
     if logs and not any("caplog" in getattr(item, "fixturenames", ()) for item in items):
-        # It goes through all loggers there are six times in each test, and torch has a thousand.
+        # The plugin iterates over all loggers six times in each test, and torch has a thousand.
         config.pluginmanager.unregister(logs)
         logs.log_file_handler.close()
     items.sort(
@@ -105,13 +105,13 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_logfinish() -> None:
     global _tests
     _tests += 1
-    # What a test imported stays: libraries of models are a million objects.
+    # Modules that a test imported stay: libraries of models add a million objects.
     if len(sys.modules) > _frozen_modules + MANY_MODULES or _tests % MANY_TESTS == 0:
         _freeze()
 
 
 def _freeze() -> None:
-    """Keep the collector from thousands of tests and all of torch, each of many times."""
+    """Exclude the objects of torch and of earlier tests from garbage collections."""
     global _frozen_modules
     gc.collect()
     gc.freeze()
@@ -120,22 +120,22 @@ def _freeze() -> None:
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Let what there was before the first test be found among the collector's objects, too."""
+    """Return frozen objects to the garbage collector, so that searches find old ones, too."""
     gc.unfreeze()
     yield
-    gc.collect(1)  # of what the test made; all would be all of torch
+    gc.collect(1)  # the test's own objects; a full collection visits all of torch
     gc.freeze()
 
 
 @pytest.fixture
 def frozen() -> None:
-    """Let only what the test makes be found among the collector's objects."""
+    """Freeze all existing objects, so that a search of the collector finds the test's alone."""
     _freeze()
 
 
 @pytest.fixture(scope="session")
 def _loaded_torch() -> None:
-    # Each of hundreds of runs would import it.
+    # Imported once for the hundreds of pytest runs in this process.
     import torch._dynamo  # noqa: F401
 
     for name in _OF_EVERY_RUN.split():
@@ -146,14 +146,14 @@ def _loaded_torch() -> None:
 
 @pytest.fixture
 def remembered_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pytest in this process read the metadata of what is installed once for all runs."""
+    """Make pytest runs in this process share the metadata of installed distributions."""
     monkeypatch.setattr("importlib.metadata.distributions", distributions.remembering)
 
 
 class Unrecorded:
-    """In place of all calls of a run's hooks, which nobody here asks for: they take a tenth of it.
+    """A hook recorder that records nothing: recording takes a tenth of a run.
 
-    The run of pytester puts the exit status here.
+    pytester sets ``ret`` to the exit status.
     """
 
     ret: int
@@ -172,7 +172,7 @@ def project(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Project:
     """A user's project, on which pytest runs with this plugin."""
-    from tests.pytest_project import Project  # with torch, which who hands tests out need not have
+    from tests.pytest_project import Project  # imports torch, unlike a controller
 
     for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):
         monkeypatch.delenv(name, raising=False)
@@ -185,16 +185,16 @@ def project(
 
 @pytest.fixture
 def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what is started as ``sys.executable`` have torch already."""
+    """Make ``sys.executable`` start forks of a process that has imported torch."""
     monkeypatch.setattr(sys, "executable", str(quick()))
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:rerunfailures")  # which starts a thread in each run
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:rerunfailures")  # it starts a thread in each run
 
 
 @pytest.fixture
 def forgotten_imports(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Let what a command imports of a test's folder go with the test, as with its process."""
+    """Remove modules that a command imported from a test's folder, as its process's end would."""
     monkeypatch.setattr(sys, "path", sys.path.copy())
     before = set(sys.modules)
     yield
@@ -206,6 +206,6 @@ def forgotten_imports(
 
 @pytest.fixture
 def plain_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One workspace of cuBLAS for each thread, which stays: as in every release but by settings."""
+    """Set one lasting cuBLAS workspace for each thread, the same in every release of torch."""
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")

@@ -1,4 +1,4 @@
-"""What is installed, read once: pytest asks all of it in each of the many runs in this process."""
+"""Installed distributions, parsed once: each of the many pytest runs in this process reads them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _usual = metadata.distributions
 
 
 def remembering(**options: Any) -> Iterator[metadata.Distribution]:
-    """Do as ``importlib.metadata.distributions()``, which finds each anew."""
+    """Yield what ``importlib.metadata.distributions()`` yields, each parsed only once."""
     for one in _usual(**options):
-        path: Any = getattr(one, "_path", None)  # a folder; others are made up by who finds them
+        path: Any = getattr(one, "_path", None)  # a folder, where the usual finder found it
         yield one if path is None else _remembered(path)
 
 

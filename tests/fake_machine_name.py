@@ -1,4 +1,4 @@
-"""How a run is told which machine it meets; imports nothing that pretends."""
+"""Names that give a pytest run a fake machine; importing this module fakes nothing."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ import pytest
 GIB = 1024**3
 MIB = 1024**2
 ME = 4242
-"""The process that asks, where a test does not ask as itself."""
+"""The PID that reads NVML, unless a test reads with its own."""
 
 
 def process(pid: int, used: int | None) -> Any:
-    """A process as pynvml lists it; ``None`` where the driver says NVML_VALUE_NOT_AVAILABLE."""
+    """Return a process as pynvml lists it; ``None`` stands for NVML_VALUE_NOT_AVAILABLE."""
     struct = pynvml.c_nvmlProcessInfo_v3_t(
         pid=pid,
         usedGpuMemory=used or 0,
@@ -36,20 +36,20 @@ def process(pid: int, used: int | None) -> Any:
 
 
 def sample(pid: int, time: int, sm: int) -> Any:
-    """One sample of what a process has made of the multiprocessors."""
+    """Return one sample of a process's use of the multiprocessors."""
     return pynvml.c_nvmlProcessUtilizationSample_t(pid=pid, timeStamp=time, smUtil=sm)
 
 
 @dataclass
 class Gpu:
-    """One device; ``errors`` has the codes that questions raise."""
+    """One device; ``errors`` has NVML's error codes by the kind of query that raises them."""
 
     uuid: str = "GPU-11111111-aaaa-bbbb-cccc-000000000000"
     name: str = "NVIDIA H200"
     used: int = 6 * GIB
     total: int = 140 * GIB
     reserved: int = GIB
-    """By the driver for itself."""
+    """Bytes that the driver reserves for itself."""
     compute: list[Any] = field(default_factory=lambda: [process(ME, 2 * GIB)])
     graphics: list[Any] = field(default_factory=list)
     mps: list[Any] = field(default_factory=list)
@@ -59,14 +59,14 @@ class Gpu:
     virtualization: int = pynvml.NVML_GPU_VIRTUALIZATION_MODE_NONE
     compute_mode: int = pynvml.NVML_COMPUTEMODE_DEFAULT
     instances: list[Gpu | None] | None = None
-    """``None`` where the GPU cannot be divided; of these, ``None`` is a place that is free."""
+    """MIG instances, with ``None`` for a free place; ``None`` where the GPU has no MIG."""
     hard_limit: int | None = None
-    """Of the cgroup; ``None`` for a driver that does not know them."""
+    """The cgroup's limit in bytes; ``None`` for a driver that does not know such limits."""
     errors: dict[str, int] = field(default_factory=dict)
 
 
 class FakeNvml:
-    """Counts initialisations, and raises pynvml's own errors with NVML's own codes."""
+    """A stand-in for pynvml that counts initialisations and raises its errors with NVML's codes."""
 
     NVMLError: type[Exception] = pynvml.NVMLError
     c_nvmlGetMemoryLimits_v1_t: Any = pynvml.c_nvmlGetMemoryLimits_v1_t  # noqa: N815
@@ -201,12 +201,12 @@ class FakeNvml:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as NVML plays it to the process ``ME``, and where its answers are from."""
+    """A machine as NVML shows it to the process ``ME``, and the source of these answers."""
 
     nvml: Callable[[], FakeNvml]
     source: str
     environ: Mapping[str, str] = field(default_factory=dict)
-    """What its processes find set."""
+    """Environment variables of its processes."""
 
 
 def _a100(number: int = 0, **differences: Any) -> Gpu:
@@ -389,11 +389,11 @@ MACHINES: Mapping[str, Machine] = {
         "WDDM: NVML API Reference, nvmlProcessInfo_t",
     ),
 }
-"""By name."""
+"""Machines by name."""
 
 
 def uuids(machine: str) -> Sequence[str]:
-    """Return the UUIDs that CUDA could be given of a machine."""
+    """Return the UUIDs of a machine's MIG instances and undivided GPUs."""
     gpus = MACHINES[machine].nvml().gpus
     return [one.uuid for gpu in gpus for one in (filter(None, gpu.instances or [gpu]))]
 
@@ -402,7 +402,7 @@ def uuids(machine: str) -> Sequence[str]:
 def found(
     nvml: FakeNvml, environ: Mapping[str, str] | None = None, pid: int | None = None
 ) -> Iterator[None]:
-    """Have this process find ``nvml`` inside, with the variables ``environ`` and as ``pid``."""
+    """Install ``nvml`` as pynvml, with the variables ``environ`` and the PID ``pid``."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setitem(sys.modules, "pynvml", nvml)
         patches.setattr(os, "environ", dict(environ or {}))

@@ -1,4 +1,4 @@
-"""A device for tests of the meter: memory that is allocated by saying so."""
+"""A fake device for tests of the meter, whose memory is allocated by explicit calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server of ``tests.forked``: imports what runs import, and forks for each that connects."""
+"""The server of ``tests.forked``: imports what runs need, and forks for each connection."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ REWRITTEN = (
     *("pytest_gpumem.sharing.ledger", "pytest_gpumem.sharing.usage"),
     *("xdist.dsession", "xdist.remote", "xdist.report", "xdist.scheduler", "xdist.workermanage"),
 )
-"""What runs import by pytest's import hook."""
+"""Modules that pytest's import hook rewrites in each run."""
 
 PLAIN = ("faulthandler", "multiprocessing.synchronize", "pdb", "readline")
-"""What they import besides."""
+"""Modules that runs import without that hook."""
 
 MOST_FILES = 250
-"""Open files that Linux hands over at once (SCM_MAX_FD), nearly."""
+"""Most open files in one message; Linux allows 253 (SCM_MAX_FD)."""
 
 HUGE = 2 << 20
 """Bytes of a huge page."""
@@ -69,7 +69,7 @@ _COLLAPSE = 25
 """MADV_COLLAPSE of linux/mman.h, since Linux 6.1; older ones do nothing."""
 
 SYMBOLIC = ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor")
-"""What torch's compilers are built on."""
+"""Modules that torch's compilers are built on."""
 
 COMPILERS = ("torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd")
 
@@ -77,10 +77,10 @@ CHECKPOINTS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("filesys
 
 
 def serve(listening: Sequence[int], *, at_once: bool) -> None:
-    """Fork for each that connects to one of the listening sockets, until stdin ends.
+    """Fork for each connection to one of the listening sockets, until stdin closes.
 
-    Who connects to the second gets processes that have more than those of the first, and so on.
-    What the processes have is imported ``at_once``, or when the first is asked for.
+    Processes of the second socket have the modules of the first and more, and so on.
+    These are imported ``at_once``, or on the first connection.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sockets = [socket.socket(fileno=number) for number in listening]
@@ -116,19 +116,19 @@ def _import_plain() -> None:
 
 
 def _asked(*listening: socket.socket) -> bool:
-    """Wait until somebody connects; return whether stdin is still open."""
+    """Wait for a connection; return whether stdin is still open."""
     watched: list[Any] = [0, *listening]
     ready, _, _ = select.select(watched, [], [])
     return 0 not in ready
 
 
 def _fork_for_each(listening: socket.socket) -> None:
-    gc.freeze()  # no fork is to go through all of torch
-    # Torch's libraries of operators, which every fork would take apart when it ends.
+    gc.freeze()  # collections in forks skip all of torch
+    # Otherwise every fork would unregister torch's operator libraries at its end.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     _into_huge_pages()
-    # Whoever shows a traceback looks for its modules, once among all.
+    # The first traceback of a process searches all modules; forks inherit the result.
     inspect.getmodule(_fork_for_each.__code__)
     forks: list[_Fork] = []
     while True:
@@ -146,7 +146,7 @@ def _fork_for_each(listening: socket.socket) -> None:
 
 
 def _into_huge_pages() -> None:
-    """Let the kernel copy a page table of hundreds of entries for a fork, where it can."""
+    """Put the heap into huge pages, where possible: a fork then copies a small page table."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     advise = ctypes.CDLL(None).madvise
@@ -160,7 +160,7 @@ def _into_huge_pages() -> None:
 
 
 class _Fork:
-    """A fork and who asked for it, who is told how it ended; it goes when they go."""
+    """A fork and its client, which receives the exit status; the fork is killed when it closes."""
 
     def __init__(self, process: int, connection: socket.socket) -> None:
         self.connection = connection
@@ -172,7 +172,7 @@ class _Fork:
         return self._ended
 
     def end(self) -> None:
-        os.kill(self._process, signal.SIGKILL)  # which is nothing to one that has ended
+        os.kill(self._process, signal.SIGKILL)  # no effect on a process that has ended
         _, status = os.waitpid(self._process, 0)
         self._tell(status)
         self.close()
@@ -182,7 +182,7 @@ class _Fork:
         os.close(self._ended)
 
     def _tell(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # it was killed before
+        with contextlib.suppress(OSError):  # the client was killed
             self.connection.sendall(f"{number}\n".encode())
 
 
@@ -192,7 +192,7 @@ def _serve_next(listening: socket.socket, forks: list[_Fork]) -> None:
     length = int.from_bytes(size, "little")
     try:
         request = marshal.loads(connection.recv(length, socket.MSG_WAITALL))
-    except (EOFError, ValueError, OSError):  # it was killed before
+    except (EOFError, ValueError, OSError):  # the client was killed
         connection.close()
     else:
         process = os.fork()
@@ -208,7 +208,7 @@ def _serve_next(listening: socket.socket, forks: list[_Fork]) -> None:
 
 
 def _import_rewritten() -> None:
-    """Import modules of plugins as pytest does, which warns of those that it has not rewritten."""
+    """Import plugins' modules through pytest's hook, which warns of any that it did not rewrite."""
     config = get_config([])
     hook = install_importhook(config)
     hook.mark_rewrite(*{name.partition(".")[0] for name in REWRITTEN})
@@ -235,13 +235,13 @@ def _run(
     arguments: Sequence[str],
     leads: bool,
 ) -> None:
-    """Be ``python -u`` with these arguments: with ``-c``, ``-m`` or a script.
+    """Run as ``python -u`` with these arguments: with ``-c``, ``-m`` or a script.
 
-    What it was ``handed`` are its open ``files``. It ``leads`` a process group of its own, or not.
+    The descriptors ``handed`` over become ``files``; ``leads`` makes it lead a process group.
     """
     if leads:
         os.setpgid(0, 0)
-    # Out of each other's way first.
+    # First above all targets, so that none overwrites another.
     above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(files) + 1) for file in handed]
     for file in handed:
         os.close(file)
@@ -260,7 +260,7 @@ def _run(
     sys.path[:0] = [first, *own]
     sys.argv[:] = [how, *rest[1:]] if how in ("-c", "-m") else arguments
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
-        del sys.modules[name]  # which the fork's own folder may have
+        del sys.modules[name]  # the fork's folder may have a package of this name
     random.seed()
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     for stream, place in (("stdout", 1), ("stderr", 2)):

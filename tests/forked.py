@@ -1,14 +1,14 @@
-"""Python processes that have torch already: forked from one that did nothing but import.
+"""Python processes that have torch already: forks of a server that has only imported modules.
 
-A new Python imports torch and this package for seconds of processor time, and torch's compilers for
-as many again, which threads and optimizers need; the tests here start hundreds. ``quick`` is a
-program that is called as Python is: with ``-c``, with ``-m`` or with a script. It asks a server
-for a fork, hands it its folder, environment, arguments and its open files, passes signals on, and
-ends as the fork did. Nothing ran in the server before: no pytest, no simulated device, no thread.
-What is called otherwise is a new Python. One server is for all workers of a run of these tests.
+A new Python takes seconds to import torch and this package, and as many for torch's compilers,
+which threads and optimizers need; these tests start hundreds. ``quick`` returns a program that is
+called as Python is: with ``-c``, ``-m`` or a script. It asks a server for a fork, passes on its
+folder, environment, arguments, open files and signals, and exits with the fork's status. The
+server runs nothing else: no pytest, no simulated device, no thread. Called in any other way, the
+program starts a new Python. All workers of a run of these tests share one server.
 
-The workers of pytest-xdist are such processes, too, of these tests and in runs that they start; so
-is what a fork starts as ``sys.executable`` or by ``multiprocessing``.
+Workers of pytest-xdist are forks, too, of these tests and in runs that they start; so are processes
+that a fork starts as ``sys.executable`` or by ``multiprocessing``.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ REPOSITORY = Path(__file__).parent.parent
 SERVE = "from tests.fork_server import serve; serve({listening}, at_once={at_once})"
 
 KINDS = ("plain", "symbolic", "full")
-"""Programs, each of whose processes have what those before have, and more."""
+"""Kinds of programs; the processes of each have the modules of those before, and more."""
 
 _DRY = "PYTEST_GPUMEM_DRY"
-"""The variable of processes that have the dry device."""
+"""The environment variable of processes that have the dry device."""
 
 _FOLDER = "QUICK_PYTHONS"
-"""The variable that tells the workers where the programs are."""
+"""The environment variable that gives the workers the folder of the programs."""
 
-# By the modules under socket and signal, which import for longer than all the rest takes.
+# Uses _socket and _signal: importing socket and signal takes longer than all the rest.
 _QUICK = """#!{python} -IS
 import _signal, _socket, array, marshal, os, sys
 
@@ -100,7 +100,7 @@ os._exit(os.waitstatus_to_exitcode(status))
 
 
 def quick(kind: str = "full") -> Path:
-    """Return the program; it serves until the process that began to serve ends.
+    """Return the program; it works until the process that started the server ends.
 
     Its processes have Dynamo and Inductor already, ``"symbolic"`` ones what these are built on, and
     ``"plain"`` ones no more than torch. Where CUDA has devices it is Python itself: autograd starts
@@ -123,9 +123,9 @@ def can_serve() -> bool:
 
 
 def begin_to_serve(*, at_once: bool = False) -> Path:
-    """Start the server of this process and of those that it starts, if there is none.
+    """Start the server of this process and its children, unless one runs; return its folder.
 
-    It imports what it has to ``at_once``, or when it is first asked.
+    The server imports its modules ``at_once``, or on the first request.
     """
     if _FOLDER in os.environ:
         return Path(os.environ[_FOLDER])
@@ -162,18 +162,18 @@ def _listening(folder: Path) -> socket.socket:
 
 
 def quicken_workers() -> None:
-    """Let every worker that pytest-xdist starts from here be such a process."""
+    """Make pytest-xdist start the workers of this process as forks of the server."""
     usual = gateway_io.popen_args
     if usual.__module__ != __name__:
         gateway_io.popen_args = lambda spec: [str(quick()), *usual(spec)[1:]]
 
 
 def is_quick() -> bool:
-    """Whether this process is such a one."""
+    """Return whether this process is a fork of the server."""
     return sys.executable.startswith(os.environ.get(_FOLDER, "/dev/null"))
 
 
-def be_usual() -> None:
-    """Start new Pythons from here on, in this process that has torch already."""
+def stop_forking() -> None:
+    """Make this process, a fork itself, start new Pythons from now on."""
     sys.executable = sys.orig_argv[0]
     multiprocessing.set_executable(sys.executable)

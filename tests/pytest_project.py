@@ -46,7 +46,7 @@ _TERMINAL = """
     try:
         while chunk := os.read(terminal, 1024):
             shown += chunk
-    except OSError:  # nobody writes there any more
+    except OSError:  # the process has closed it
         pass
     os.waitpid(pid, 0)
     sys.stdout.buffer.write(shown)
@@ -55,7 +55,7 @@ _TERMINAL = """
 _INSTALLED = any(entry.name == "gpumem" for entry in entry_points(group="pytest11"))
 
 LOADED: tuple[str, ...] = () if _INSTALLED else ("-p", "pytest_gpumem.plugin")
-"""What makes a run load the plugin."""
+"""Arguments that load the plugin where it is not installed."""
 
 UNLOADED = ("-p", "no:gpumem") if _INSTALLED else ()
 
@@ -95,9 +95,9 @@ class Project:
         use: tuple[str, ...] = (),
         plugins: Sequence[object] = (),
     ) -> pytest.RunResult:
-        """Run pytest in this process; ``use`` names further plugins, ``plugins`` are such."""
+        """Run pytest in this process; ``use`` enables plugins by name, ``plugins`` adds objects."""
         arguments = _arguments(args, device, use)
-        collected._functions_in.cache_clear()  # of a run before, whose files were others
+        collected._functions_in.cache_clear()  # of the previous run's files
         return self._pytester.runpytest_inprocess(*arguments, plugins=plugins)
 
     def run_apart(
@@ -141,7 +141,7 @@ class Project:
         # A test's environment stands in the report only where it is not the most common one.
         common = {"environment": data["environment"]}
         for test in data["tests"]:
-            _sums_to_its_peaks(test["measurement"])
+            _check_sums(test["measurement"])
         return {test["nodeid"]: {**common, **test} for test in data["tests"]}
 
     def baselines(self) -> dict[str, Mapping[str, Any]]:
@@ -153,8 +153,8 @@ class Project:
         }
 
 
-def _sums_to_its_peaks(measurement: Mapping[str, Any] | None) -> None:
-    """Hold every test that any test runs to it: what holds the bytes sums to the peak."""
+def _check_sums(measurement: Mapping[str, Any] | None) -> None:
+    """Check, in the report of every project, that categories and sites sum to the peak."""
     if measurement is None:
         return
     composed = [(name, p) for name, p in measurement["phases"].items() if name != "setup"]

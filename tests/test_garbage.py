@@ -1,4 +1,4 @@
-"""What code leaves behind keeps no local variable of its caller alive."""
+"""Frames and tracebacks that code leaves behind keep no local variable of its caller alive."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pytest_gpumem.garbage import FramesCleared, LeftoverFrames
 
 
 class Anything:
-    """What can be referred to weakly."""
+    """An object that a weak reference can refer to."""
 
 
 @pytest.fixture(autouse=True)
-def uncollected() -> Iterator[None]:
+def without_automatic_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
@@ -43,46 +43,46 @@ def keep_an_exception() -> None:
     assert kept
 
 
-def called(function: Callable[[], None]) -> weakref.ref[Anything]:
+def called_with_frames_cleared(function: Callable[[], None]) -> weakref.ref[Anything]:
     variable = Anything()
     with FramesCleared():
         function()
     return weakref.ref(variable)
 
 
-def called_as_it_is(function: Callable[[], None]) -> weakref.ref[Anything]:
+def called_without_clearing(function: Callable[[], None]) -> weakref.ref[Anything]:
     variable = Anything()
     function()
     return weakref.ref(variable)
 
 
 @pytest.mark.parametrize("function", [keep_own_frame, keep_an_exception])
-def test_a_variable_of_the_caller_dies_with_it(function: Callable[[], None]) -> None:
-    assert called(function)() is None
-    assert called_as_it_is(function)() is not None
+def test_variables_of_the_caller_are_freed_when_it_returns(function: Callable[[], None]) -> None:
+    assert called_with_frames_cleared(function)() is None
+    assert called_without_clearing(function)() is not None
 
 
-def test_frames_of_others_are_left_alone() -> None:
+def test_frames_that_existed_before_are_not_cleared() -> None:
     keep_own_frame()
     frames = [each for each in gc.get_objects(0) if inspect.isframe(each)]
     mine = [each for each in frames if each.f_code is keep_own_frame.__code__]
-    called(keep_own_frame)
+    called_with_frames_cleared(keep_own_frame)
     assert all("frame" in each.f_locals for each in mine)
     assert mine
 
 
-def test_tracebacks_of_others_are_left_alone() -> None:
+def test_tracebacks_that_existed_before_are_not_cleared() -> None:
     never_raised = ValueError("no")
     try:
         raise ValueError("no")
     except ValueError as error:
         kept = error
-    called(keep_an_exception)
+    called_with_frames_cleared(keep_an_exception)
     assert kept.__traceback__ is not None
     assert never_raised.__traceback__ is None
 
 
-def test_a_generator_goes_on() -> None:
+def test_a_suspended_generator_can_be_resumed() -> None:
     def numbers() -> Iterator[int]:
         yield 1
         yield 2
@@ -93,7 +93,7 @@ def test_a_generator_goes_on() -> None:
     assert next(generator) == 2
 
 
-def test_an_exception_keeps_its_traceback_where_it_is_raised() -> None:
+def test_an_exception_that_propagates_keeps_its_traceback() -> None:
     with pytest.raises(ValueError, match="no") as raised, FramesCleared():
         raise ValueError("no")
     assert raised.traceback
@@ -115,7 +115,7 @@ class Between:
 
 
 @pytest.mark.parametrize("function", [keep_own_frame, keep_an_exception])
-def test_frames_are_found_between_two_calls_from_below_a_function(
+def test_begin_and_end_called_below_a_function_clear_its_frames(
     function: Callable[[], None],
 ) -> None:
     def others() -> None:
@@ -140,7 +140,7 @@ def test_an_end_without_a_beginning_clears_nothing() -> None:
 def test_objects_are_searched_only_where_a_frame_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
     monkeypatch.setattr(garbage, "_clear_frames_below", lambda *given: searches.append(given))
-    assert called(leave_nothing)() is None
+    assert called_with_frames_cleared(leave_nothing)() is None
     assert not searches
-    called(keep_own_frame)
+    called_with_frames_cleared(keep_own_frame)
     assert len(searches) == 1

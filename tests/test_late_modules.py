@@ -1,4 +1,4 @@
-"""Modules that the code under test imports are changed when they are there."""
+"""Modules that the code under test imports are changed as soon as they are imported."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def test_a_module_is_changed_as_soon_as_it_is_imported() -> None:
         assert importlib.import_module(NAME).seen == ["changed"]
 
 
-def test_one_that_is_there_is_changed_at_once() -> None:
+def test_a_module_imported_before_is_changed_at_once() -> None:
     there = importlib.import_module(NAME)
     with when_imported({NAME: adding("changed")}):
         assert there.seen == ["changed"]
 
 
-def test_one_that_is_imported_afterwards_stays() -> None:
+def test_a_module_imported_after_the_context_is_not_changed() -> None:
     with when_imported({NAME: adding("changed")}):
         pass
     assert importlib.import_module(NAME).seen == []
 
 
-def test_two_changes_of_one_module_are_both_made() -> None:
+def test_two_changes_of_one_module_are_both_applied() -> None:
     with when_imported({NAME: adding("outer")}), when_imported({NAME: adding("inner")}):
         assert sorted(importlib.import_module(NAME).seen) == ["inner", "outer"]
 
 
-def test_imports_that_are_watched_are_changed_too() -> None:
+def test_a_module_is_changed_although_its_import_clears_frames() -> None:
     with clear_frames_of_imports(), when_imported({NAME: adding("changed")}):
         assert importlib.import_module(NAME).seen == ["changed"]

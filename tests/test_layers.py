@@ -1,4 +1,4 @@
-"""The imports that rooms may have: no two of each other, and those of ``simulated`` downward only.
+"""Imports between rooms: no two rooms import each other, and ``simulated`` imports downward only.
 
 Read from the source, so that imports inside functions and for types alone count like all others.
 """
@@ -20,21 +20,21 @@ PACKAGE = FOLDER.name
 SIMULATED = f"{PACKAGE}.simulated"
 
 MOST_LINES = 450
-"""Of a file; a longer one has its reason in its docstring, after these words."""
+"""The maximum length of a file; a longer one states its reason after these words."""
 REASON = f"More than {MOST_LINES} lines, because"
 
 LAYERS = (
     *("common", "gpu", "machine", "operators", "execution", "surface", "compiled"),
     *("stand_ins", "distributed"),
 )
-"""Each may import itself and those before it; what lies beside the folders may import them all."""
+"""Each may import itself and those before it; modules beside the folders may import all."""
 
-Arrow = tuple[str, str]
+Import = tuple[str, str]
 """A module, and one that it imports."""
 
 
 def module_of(path: Path) -> str:
-    """Dotted name of a file: ``pytest_gpumem.sizes``; a folder's own is the folder's."""
+    """Return a file's dotted name: ``pytest_gpumem.sizes``; a package's, for ``__init__.py``."""
     parts = path.relative_to(FOLDER.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -43,7 +43,7 @@ MODULES = {module_of(path): path for path in sorted(FOLDER.rglob("*.py"))}
 
 
 def imports_of(source: str) -> Iterator[str]:
-    """Yield the modules of the package that ``source`` imports, wherever in it."""
+    """Yield the modules of the package that ``source`` imports, at any depth."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -59,8 +59,8 @@ def imports_of(source: str) -> Iterator[str]:
 
 
 @cache
-def arrows() -> set[Arrow]:
-    """Every import of one module of the package by another."""
+def imports() -> set[Import]:
+    """Return every import of one module of the package by another."""
     return {
         (module, imported)
         for module, path in MODULES.items()
@@ -70,17 +70,17 @@ def arrows() -> set[Arrow]:
 
 
 def height(module: str) -> int:
-    """The place of a module's layer in ``simulated``, counted from below."""
+    """Return the position of a module's layer in ``simulated``, counted from below."""
     layer = module.removeprefix(f"{SIMULATED}.").partition(".")[0]
     return LAYERS.index(layer) if layer in LAYERS else len(LAYERS)
 
 
 def docstring_of(path: Path) -> str:
-    """The docstring of a file, in one line."""
+    """Return the docstring of a file, in one line."""
     return " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
 
 
-def test_every_folder_is_a_layer_and_says_what_it_may_use() -> None:
+def test_every_folder_is_a_layer_whose_docstring_lists_those_below() -> None:
     simulated = (FOLDER / "simulated").iterdir()
     folders = {path.name for path in simulated if (path / "__init__.py").exists()}
 
@@ -91,7 +91,7 @@ def test_every_folder_is_a_layer_and_says_what_it_may_use() -> None:
 
 
 def test_imports_go_downward_only() -> None:
-    inside = {pair for pair in arrows() if all(name.startswith(f"{SIMULATED}.") for name in pair)}
+    inside = {pair for pair in imports() if all(name.startswith(f"{SIMULATED}.") for name in pair)}
     upward = {(one, other) for one, other in inside if height(other) > height(one)}
 
     assert upward == set()
@@ -104,20 +104,20 @@ def room(module: str) -> str | None:
 
 
 def test_no_two_rooms_import_each_other() -> None:
-    between = {(room(one), room(other)) for one, other in arrows()}
+    between = {(room(one), room(other)) for one, other in imports()}
     pairs = {(one, other) for one, other in between if one and other and one != other}
 
     assert {pair for pair in pairs if pair[::-1] in pairs} == set()
 
 
 @pytest.mark.parametrize("folder", ["allocator", "values"])
-def test_a_room_that_could_stand_alone_imports_no_other(folder: str) -> None:
-    assert {room(other) for one, other in arrows() if room(one) == folder} - {None, folder} == set()
+def test_a_room_that_is_usable_by_itself_imports_no_other(folder: str) -> None:
+    assert {room(to) for one, to in imports() if room(one) == folder} - {None, folder} == set()
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = TopologicalSorter[str]()
-    for module, imported in arrows():
+    for module, imported in imports():
         graph.add(module, imported)
 
     try:
@@ -136,11 +136,11 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         "if TYPE_CHECKING:\n    from pytest_gpumem.simulated.gpu import device",
     ],
 )
-def test_an_import_is_seen_wherever_it_stands(source: str) -> None:
+def test_an_import_is_found_in_every_position(source: str) -> None:
     assert list(imports_of(source)) == ["pytest_gpumem.simulated.gpu.device"]
 
 
-def test_no_file_is_too_long_to_be_read() -> None:
+def test_no_file_exceeds_the_maximum_length() -> None:
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES.values()}
     long = {path for path, count in lines.items() if count > MOST_LINES}
 

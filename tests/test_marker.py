@@ -18,7 +18,7 @@ GIVEN: dict[str, Any] = {
     "isolate": True,
     "qos": "opportunistic",
 }
-"""What a keyword may be given; all others take a number."""
+"""A valid value of each keyword that takes no number."""
 
 
 def gpumem(*args: Any, **kwargs: Any) -> pytest.Mark:
@@ -34,14 +34,14 @@ def refusal(*args: Any, **kwargs: Any) -> str:
     return sentence
 
 
-def test_a_bare_marker_expects_nothing_in_particular() -> None:
+def test_a_bare_marker_has_the_default_expectation() -> None:
     assert expectation_of([gpumem()]) == Expectation()
     assert Expectation().warmup == 0
     assert Expectation().repeat == 1
     assert Expectation().baseline is None
 
 
-def test_every_keyword() -> None:
+def test_every_keyword_is_parsed() -> None:
     expectation = expectation_of(
         [
             gpumem(
@@ -104,18 +104,18 @@ def test_a_positional_max_wins_over_a_farther_keyword() -> None:
 
 
 @pytest.mark.parametrize("keyword", Expectation().to_dict())
-def test_none_lifts_what_was_inherited(keyword: str) -> None:
+def test_none_removes_an_inherited_value(keyword: str) -> None:
     inherited = gpumem(**{keyword: GIVEN.get(keyword, 2)})
     assert expectation_of([inherited]) != Expectation()
     assert expectation_of([gpumem(**{keyword: None}), inherited]) == Expectation()
 
 
-def test_none_lifts_a_default_of_the_project() -> None:
+def test_none_removes_a_default_of_the_project() -> None:
     default = {"max": 5, "tolerance": Tolerance(1.0, 0)}
     assert expectation_of([gpumem(max=None, tolerance=None)], default) == Expectation()
 
 
-def test_limits_remember_how_they_were_written() -> None:
+def test_limits_keep_their_written_form() -> None:
     expectation = expectation_of([gpumem("300KB", phases={"forward": " 1 GiB "}, max_leak=512)])
     assert getattr(expectation.max, "written", None) == "300KB"
     assert getattr(expectation.phases["forward"], "written", None) == "1 GiB"
@@ -148,7 +148,7 @@ def test_an_ill_typed_size_names_keyword_value_and_form(keyword: str, value: obj
 
 
 @pytest.mark.parametrize("keyword", ["tolerance", "predict"])
-def test_an_ill_typed_tolerance(keyword: str) -> None:
+def test_an_ill_typed_tolerance_is_refused(keyword: str) -> None:
     assert refusal(**{keyword: 0.01}) == (
         f"gpumem marker: {keyword}=0.01 is not a tolerance; "
         'write "2% + 1MiB", "1%", "1MiB" or bytes as an int'
@@ -161,7 +161,7 @@ def test_a_prediction_has_a_tolerance_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("value", [1, 0, "yes"])
-def test_an_ill_typed_flag(value: object) -> None:
+def test_an_ill_typed_flag_is_refused(value: object) -> None:
     assert refusal(baseline=value) == (
         f"gpumem marker: baseline={value!r} is neither True nor False"
     )
@@ -169,18 +169,18 @@ def test_an_ill_typed_flag(value: object) -> None:
 
 @pytest.mark.parametrize(("keyword", "least"), [("warmup", 0), ("repeat", 1)])
 @pytest.mark.parametrize("value", [-1, True, "1", 1.0])
-def test_an_ill_typed_count(keyword: str, least: int, value: object) -> None:
+def test_an_ill_typed_count_is_refused(keyword: str, least: int, value: object) -> None:
     assert refusal(**{keyword: value}) == (
         f"gpumem marker: {keyword}={value!r} is not a number of runs; write an int from {least} up"
     )
 
 
-def test_the_body_runs_once_at_least() -> None:
+def test_repeat_is_at_least_one_and_warmup_may_be_zero() -> None:
     assert expectation_of([gpumem(warmup=0)]).warmup == 0
     assert "repeat=0 is not a number of runs" in refusal(repeat=0)
 
 
-def test_ill_typed_phases() -> None:
+def test_ill_typed_phases_are_refused() -> None:
     assert refusal(phases=["forward"]) == (
         "gpumem marker: phases=['forward'] is not a dict of sizes by phase, "
         'like {"forward": "1GB"}'
@@ -197,7 +197,7 @@ def test_ill_typed_phases() -> None:
 
 
 @pytest.mark.parametrize("value", [1, [], (), ["T4", 1], {"T4": 1}])
-def test_an_ill_typed_gpu(value: object) -> None:
+def test_an_ill_typed_gpu_is_refused(value: object) -> None:
     assert refusal(gpu=value) == (
         f'gpumem marker: gpu={value!r} is not a GPU model; write one like "A100-40GB", or a list'
     )
@@ -209,7 +209,7 @@ def test_an_unknown_gpu_gets_a_suggestion() -> None:
     )
 
 
-def test_a_gpu_is_named_once() -> None:
+def test_a_gpu_that_is_named_twice_is_refused() -> None:
     assert refusal(gpu=["T4", "t4"]) == (
         "gpumem marker: gpu=['T4', 't4'] names T4 twice; name each GPU model once"
     )
@@ -231,7 +231,7 @@ def test_an_unknown_keyword_gets_a_suggestion() -> None:
     assert refusal(xyz=1).startswith("gpumem marker: unknown keyword xyz=1; accepted: max, ")
 
 
-def test_how_a_test_shares_is_checked() -> None:
+def test_ill_typed_keywords_of_sharing_are_refused() -> None:
     assert refusal(qos="best") == (
         "gpumem marker: qos='best' is neither 'guaranteed' nor 'opportunistic'"
     )
@@ -241,13 +241,13 @@ def test_how_a_test_shares_is_checked() -> None:
     assert refusal(exclusive=1) == "gpumem marker: exclusive=1 is neither True nor False"
 
 
-def test_max_is_given_once() -> None:
+def test_max_given_twice_is_refused() -> None:
     assert refusal("1GB", max="2GB") == (
         "gpumem marker: '1GB' and max='2GB' are both the peak limit; give one of them"
     )
 
 
-def test_only_max_is_positional() -> None:
+def test_a_second_positional_argument_is_refused() -> None:
     assert refusal("1GB", "2GB") == (
         "gpumem marker: 2 positional arguments ('1GB', '2GB'), "
         "but only max= may be given without its keyword"
@@ -282,7 +282,7 @@ def test_the_json_form_has_builtin_types() -> None:
     assert Expectation(predict=Tolerance(1.0, 0)).to_dict()["predict"] == "1%"
 
 
-def test_an_expectation_is_not_changed_by_its_maker() -> None:
+def test_an_expectation_copies_the_mappings_it_is_given() -> None:
     limits = {"forward": 1}
     expectation = Expectation(phases=limits)
     limits["forward"] = 2

@@ -19,7 +19,7 @@ Read = Callable[..., Settings]
 
 
 class OptionsOnly:
-    """A pytest plugin that has nothing but the options."""
+    """A pytest plugin that only adds the options."""
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
         add_options(parser)
@@ -33,7 +33,7 @@ def configure(
 ) -> Configure:
     for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):
         monkeypatch.delenv(name, raising=False)
-    # Which device auto is depends on the machine, and on how these tests were started.
+    # The device that auto selects depends on the machine and on how these tests were started.
     monkeypatch.setattr("pytest_gpumem.device.host_gpus.why_not", lambda baselines: _NO_CUDA)
 
     def configured(*args: str, ini: str = "") -> pytest.Config:
@@ -61,7 +61,7 @@ def refusal(read: Read, *args: str, ini: str = "") -> str:
     return str(error.value)
 
 
-def test_without_options(read: Read, pytester: pytest.Pytester) -> None:
+def test_settings_without_options_are_the_defaults(read: Read, pytester: pytest.Pytester) -> None:
     assert read() == Settings(
         device=DeviceChoice("auto", models=("A100-40GB",)),
         sim_scope="test",
@@ -82,7 +82,7 @@ def test_without_options(read: Read, pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize("value", ["auto", "off"])
-def test_stand_ins(read: Read, value: str) -> None:
+def test_stand_ins_are_on_or_off(read: Read, value: str) -> None:
     assert read(f"--gpumem-sim-stand-ins={value}").sim_stand_ins == value
     assert read(ini=f"gpumem_sim_stand_ins = {value}").sim_stand_ins == value
 
@@ -110,19 +110,19 @@ def test_the_default_gpu_is_in_the_catalogue() -> None:
         ("off", DeviceChoice("off")),
     ],
 )
-def test_device(read: Read, value: str, device: DeviceChoice) -> None:
+def test_a_device_is_parsed(read: Read, value: str, device: DeviceChoice) -> None:
     assert read(f"--gpumem-device={value}").device == device
     assert read(ini=f"gpumem_device = {value}").device == device
 
 
-def test_the_dry_device_is_of_the_catalogues_models() -> None:
-    # Without pytest, which would load it.
+def test_the_dry_device_takes_every_model_of_the_catalogue() -> None:
+    # Without pytest, which would load the dry device.
     assert device_choice("dry") == DeviceChoice("dry", models=("A100-40GB",))
     assert device_choice("dry:h100*2") == DeviceChoice("dry", models=("H100*2",))
 
 
 @pytest.mark.parametrize("value", ["gpu", "cuda:", "dry:", "cuda:x", "sim:", "", "auto:1"])
-def test_a_bad_device(read: Read, value: str) -> None:
+def test_a_bad_device_is_refused(read: Read, value: str) -> None:
     assert refusal(read, f"--gpumem-device={value}") == (
         f"--gpumem-device={value!r} is not a device; "
         "write auto|cuda|cuda:N|dry|dry:MODEL[*N][,MODEL...]|sim|sim:MODEL[*N][,MODEL...]|off"
@@ -137,14 +137,14 @@ def test_an_unknown_model_gets_a_suggestion(read: Read) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
-def test_a_limit_that_is_no_time_is_refused(read: Read, value: str) -> None:
+def test_a_time_limit_that_is_not_a_duration_is_refused(read: Read, value: str) -> None:
     with pytest.raises(
         pytest.UsageError, match=f"--gpumem-sim-values-limit='{value}' is not a tim"
     ):
         read(f"--gpumem-sim-values-limit={value}")
 
 
-def test_a_second_run_may_be_without_limit(read: Read) -> None:
+def test_a_second_run_may_have_no_time_limit(read: Read) -> None:
     assert read("--gpumem-sim-values-limit=inf").sim_values_limit == math.inf
 
 
@@ -191,20 +191,20 @@ def test_every_option_has_an_ini_twin(read: Read, pytester: pytest.Pytester) -> 
     )
 
 
-def test_a_shard_and_what_it_is_cut_by(read: Read, pytester: pytest.Pytester) -> None:
+def test_a_shard_and_its_file_of_weights_are_parsed(read: Read, pytester: pytest.Pytester) -> None:
     settings = read(ini="gpumem_shard = 2/4\ngpumem_shard_by = took.json")
     assert (settings.shard, settings.shard_by) == ((2, 4), pytester.path / "took.json")
     assert read("--gpumem-shard=1/1", ini="gpumem_shard = 2/4").shard == (1, 1)
 
 
 @pytest.mark.parametrize("value", ["0/2", "3/2", "1", "1/0", "-1/2", "a/b", "", "1/2/3"])
-def test_what_is_no_shard_is_refused(read: Read, value: str) -> None:
+def test_a_malformed_shard_is_refused(read: Read, value: str) -> None:
     assert refusal(read, f"--gpumem-shard={value}") == (
         f"--gpumem-shard='{value}' is not a shard; write K/N with K from 1 to N, like 2/4"
     )
 
 
-def test_the_command_line_wins(read: Read, pytester: pytest.Pytester) -> None:
+def test_the_command_line_wins_over_the_ini_file(read: Read, pytester: pytest.Pytester) -> None:
     settings = read(
         "--gpumem-device=off",
         "--gpumem-sim-scope=test",
@@ -303,7 +303,7 @@ class TestAFlagWithAnOptionalValue:
         assert config.args == [other]
         assert getattr(settings_from(config), attribute) == bare
 
-    def test_with_its_value(
+    def test_a_value_after_an_equals_sign_is_read(
         self, configure: Configure, option: str, attribute: str, bare: str, other: str
     ) -> None:
         for value in (bare, other):
@@ -311,7 +311,7 @@ class TestAFlagWithAnOptionalValue:
             assert config.args == [self.PATH]
             assert getattr(settings_from(config), attribute) == value
 
-    def test_the_last_one_counts(
+    def test_the_last_of_two_values_counts(
         self, read: Read, option: str, attribute: str, bare: str, other: str
     ) -> None:
         assert getattr(read(option, f"{option}={other}"), attribute) == other
@@ -351,7 +351,7 @@ def test_booleans_of_the_ini_file(read: Read, flag: str, written: str, value: bo
 @pytest.mark.parametrize(
     "key", ["gpumem_all", "gpumem_prune_baselines", "gpumem_require_baselines", "gpumem_baseline"]
 )
-def test_a_bad_boolean(read: Read, key: str) -> None:
+def test_a_bad_boolean_is_refused(read: Read, key: str) -> None:
     assert refusal(read, ini=f"{key} = maybe") == (
         f"{key}: invalid truth value 'maybe'; write true or false"
     )
@@ -368,13 +368,13 @@ def test_baselines_are_required_where_ci_is_set(
     assert settings_from(configure()).require_baselines is False
 
 
-def test_sim_scope_is_one_of_two(read: Read) -> None:
+def test_a_sim_scope_other_than_test_or_session_is_refused(read: Read) -> None:
     assert refusal(read, "--gpumem-sim-scope=module") == (
         "--gpumem-sim-scope='module' is not accepted; write test or session"
     )
 
 
-def test_a_bad_tolerance(read: Read) -> None:
+def test_a_bad_tolerance_is_refused(read: Read) -> None:
     form = 'is not a tolerance; write "2% + 1MiB", "1%", "1MiB" or bytes as an int'
     assert refusal(read, "--gpumem-tolerance=a bit") == f"--gpumem-tolerance='a bit' {form}"
     assert refusal(read, ini="gpumem_tolerance = a bit") == f"gpumem_tolerance='a bit' {form}"
@@ -384,7 +384,7 @@ REPORTS = "json:PATH or html:PATH or markdown:PATH or github"
 
 
 @pytest.mark.parametrize("value", ["out.json", "json:", "json", "xml:out.xml", "github:x", "OFF"])
-def test_a_bad_report(read: Read, value: str) -> None:
+def test_a_bad_report_is_refused(read: Read, value: str) -> None:
     assert refusal(read, f"--gpumem-report={value}") == (
         f"--gpumem-report={value!r} is not a report; {REPORTS} is accepted, or off"
     )
@@ -393,7 +393,7 @@ def test_a_bad_report(read: Read, value: str) -> None:
     )
 
 
-def test_what_a_ci_system_shows_is_written_unless_it_is_off(
+def test_a_ci_system_gets_its_report_unless_reports_are_off(
     read: Read, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert read().reports == ()
@@ -413,7 +413,7 @@ def test_what_a_ci_system_shows_is_written_unless_it_is_off(
     assert read("--gpumem-report=off").reports == ()
 
 
-def test_relative_paths_are_of_where_they_were_written(
+def test_relative_paths_start_at_the_folder_of_option_or_ini_file(
     configure: Configure, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     below = pytester.mkdir("below")
@@ -428,7 +428,7 @@ def test_relative_paths_are_of_where_they_were_written(
     assert settings_from(configure()).baselines == pytester.path / "baselines"
 
 
-def test_absolute_paths_stay(read: Read, tmp_path: Path) -> None:
+def test_absolute_paths_are_kept(read: Read, tmp_path: Path) -> None:
     assert read(f"--gpumem-artifacts={tmp_path}").artifacts == tmp_path
 
 
@@ -438,7 +438,7 @@ def test_an_empty_path_is_refused(read: Read) -> None:
     )
 
 
-def test_defaults_of_the_marker(read: Read) -> None:
+def test_defaults_of_the_marker_are_read_from_the_ini_file(read: Read) -> None:
     settings = read(
         ini="""
         gpumem_max = 2GB
@@ -471,7 +471,7 @@ def test_defaults_of_the_marker(read: Read) -> None:
     }
 
 
-def test_an_empty_ini_value_is_as_none(read: Read) -> None:
+def test_an_empty_ini_value_counts_as_unset(read: Read) -> None:
     settings = read(ini="gpumem_max =\ngpumem_phases =\ngpumem_device =\n")
     assert settings.defaults == {}
     assert settings.device.kind == "auto"
@@ -490,7 +490,7 @@ def test_an_empty_ini_value_is_as_none(read: Read) -> None:
         ("gpumem_phases = a=x", "gpumem_phases={'a': 'x'}: for 'a', 'x' is not a size; "),
     ],
 )
-def test_a_bad_default_of_the_marker(read: Read, ini: str, sentence: str) -> None:
+def test_a_bad_default_of_the_marker_is_refused(read: Read, ini: str, sentence: str) -> None:
     assert refusal(read, ini=ini).startswith(sentence)
 
 
@@ -500,7 +500,7 @@ needs_native_toml = pytest.mark.skipif(
 
 
 @needs_native_toml
-def test_booleans_and_lists_of_a_toml_file(pytester: pytest.Pytester) -> None:
+def test_booleans_and_lists_of_a_toml_file_are_parsed(pytester: pytest.Pytester) -> None:
     pytester.makepyprojecttoml(
         "[tool.pytest]\ngpumem_all = true\ngpumem_phases = ['forward = 1GB']\n"
     )

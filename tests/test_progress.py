@@ -1,4 +1,4 @@
-"""How far a command is, as a terminal shows it."""
+"""The progress of a command, as a terminal shows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("tqdm")
 
 
 class Terminal(io.StringIO):
-    """What is written to a terminal."""
+    """A stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -37,7 +37,7 @@ def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "predict" not in terminal.getvalue()
 
 
-def test_long_work_shows_its_time_and_its_share_and_leaves_nothing(
+def test_long_work_shows_time_and_share_and_erases_the_line_at_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = on_terminal(monkeypatch, delay=0.01)

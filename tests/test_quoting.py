@@ -8,7 +8,7 @@ class Rude:
         raise RuntimeError
 
 
-def test_what_a_terminal_would_obey_is_shown() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable("a\x1b[31m\n\0\u202eb\ud800") == r"a\x1b[31m\n\x00\u202eb\ud800"
 
 
@@ -16,7 +16,7 @@ def test_letters_of_all_languages_stay_as_they_are() -> None:
     assert printable("größe 大 مرحبا") == "größe 大 مرحبا"
 
 
-def test_a_long_text_loses_its_middle_and_says_how_much() -> None:
+def test_a_long_text_loses_its_middle_and_shows_its_length() -> None:
     text = printable("a" * 5000 + "z" * 5000, 100)
     assert len(text) == 100
     assert "9,900 characters" in text
@@ -24,7 +24,7 @@ def test_a_long_text_loses_its_middle_and_says_how_much() -> None:
     assert text[-1] == "z"
 
 
-def test_a_value_is_quoted_in_bounds_whatever_it_is() -> None:
+def test_a_quoted_value_has_a_bounded_length() -> None:
     assert quoted("1 GB\n") == r"'1 GB\n'"
     assert quoted(3.5) == "3.5"
     assert quoted(Rude()) == "<Rude>"

@@ -13,7 +13,7 @@ RULES = FOLDER / "simulated" / "operators"
 """The rule of an operator states its release beside the source that it cites."""
 
 
-def test_versions_are_compared_with_names() -> None:
+def test_versions_are_compared_with_named_constants_only() -> None:
     found = [
         f"{path.relative_to(FOLDER)}: {line.strip()}"
         for path in sorted(FOLDER.rglob("*.py"))

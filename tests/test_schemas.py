@@ -1,4 +1,4 @@
-"""A schema as functions refuses exactly what jsonschema refuses."""
+"""A schema that is compiled to functions refuses exactly what jsonschema refuses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ REPORT: Any = {
         }
     ],
 }
-STRANGE: tuple[Any, ...] = (
+WRONG_VALUES: tuple[Any, ...] = (
     None,
     True,
     False,
@@ -70,11 +70,11 @@ def schema_of(package: str) -> Any:
     return json.loads(files(package).joinpath("schema.json").read_text(encoding="utf-8"))
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_within(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from places(item, (*path, key))
+            yield from paths_within(item, (*path, key))
 
 
 def with_value(document: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -92,18 +92,18 @@ def with_value(document: Any, path: tuple[Any, ...], value: Any) -> Any:
     ("package", "document"),
     [("pytest_gpumem.baseline", BASELINE), ("pytest_gpumem.report", REPORT)],
 )
-def test_every_value_is_refused_or_not_as_jsonschema_does(package: str, document: Any) -> None:
+def test_the_same_values_are_refused_as_by_jsonschema(package: str, document: Any) -> None:
     schema = schema_of(package)
     accepts, reference = Acceptors(schema).of(schema), Draft202012Validator(schema)
     assert accepts(document)
     generator = random.Random(0)
-    for path in places(document):
-        for value in STRANGE:
+    for path in paths_within(document):
+        for value in WRONG_VALUES:
             changed = with_value(document, path, value)
-            # Now and then a second change: one fault does not hide another.
+            # Sometimes a second change: one fault must not hide another.
             if generator.random() < 0.2:
-                second = generator.choice([*places(changed)])
-                changed = with_value(changed, second, generator.choice(STRANGE))
+                second = generator.choice([*paths_within(changed)])
+                changed = with_value(changed, second, generator.choice(WRONG_VALUES))
             is_valid = reference.is_valid(changed)
             assert (schema_problem(package, changed) is None) == is_valid, (path, value)
             assert is_valid or not accepts(changed), (path, value)
@@ -111,7 +111,7 @@ def test_every_value_is_refused_or_not_as_jsonschema_does(package: str, document
 
 def test_a_missing_or_unknown_name_is_refused_at_any_depth() -> None:
     package = "pytest_gpumem.baseline"
-    for path in places(BASELINE):
+    for path in paths_within(BASELINE):
         for name in ("peak_allocated", "category", "gpu", "tests"):
             place = BASELINE
             for key in path:
@@ -123,7 +123,7 @@ def test_a_missing_or_unknown_name_is_refused_at_any_depth() -> None:
                 assert schema_problem(package, with_value(BASELINE, path, more)) is not None
 
 
-def test_a_keyword_that_is_not_known_is_not_passed_over() -> None:
+def test_an_unknown_keyword_of_a_schema_raises_an_error() -> None:
     with pytest.raises(NotImplementedError, match="uniqueItems"):
         Acceptors({}).of({"type": "array", "uniqueItems": True})
 
@@ -135,13 +135,13 @@ def test_the_one_wrong_value_of_many_is_named() -> None:
     assert problem == "-1 is less than the minimum of 0 at $.tests.test_999.peak_reserved"
 
 
-def test_a_value_within_a_choice_is_named() -> None:
+def test_a_wrong_value_within_any_of_is_named() -> None:
     report = with_value(REPORT, ("tests", 0, "baseline"), {"peak_allocated": "1 GiB"})
     problem = schema_problem("pytest_gpumem.report", report)
     assert problem == "'1 GiB' is not of type 'integer' at $.tests[0].baseline.peak_allocated"
 
 
-def test_a_name_that_a_terminal_would_obey_is_escaped() -> None:
+def test_control_characters_in_a_name_are_escaped() -> None:
     tests = {"test_\x1b[31m\n": 1}
     problem = schema_problem("pytest_gpumem.baseline", {**BASELINE, "tests": tests})
     assert problem is not None

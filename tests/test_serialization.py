@@ -72,7 +72,7 @@ def test_omitted_fields_are_written_where_they_differ_from_their_default() -> No
 
 
 @pytest.mark.parametrize("one", [FULL, Everything(1)])
-def test_what_json_has_kept_is_rebuilt(one: Everything) -> None:
+def test_a_dataclass_survives_a_round_trip_through_json(one: Everything) -> None:
     assert Everything.from_dict(json.loads(json.dumps(one.to_dict()))) == one
 
 
@@ -82,7 +82,7 @@ def test_missing_values_are_the_defaults_and_unknown_ones_are_refused() -> None:
         Everything.from_dict({"number": 1, "colour": "red"})
 
 
-def test_a_file_keeps_it(tmp_path: Path) -> None:
+def test_a_dataclass_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:
     FULL.to_file(tmp_path / "it.json")
 
     assert Everything.from_file(tmp_path / "it.json") == FULL

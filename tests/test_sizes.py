@@ -45,7 +45,7 @@ from pytest_gpumem.sizes import (
         ("39.39 GiB", 42_294_690_447),
     ],
 )
-def test_size_in_bytes(written: int | str, size: int) -> None:
+def test_a_size_is_parsed_to_bytes(written: int | str, size: int) -> None:
     assert parse_size(written) == size
 
 
@@ -68,7 +68,7 @@ def test_large_sizes_are_exact() -> None:
         *("٣MiB", "2Gi", 1 << 128),
     ],
 )
-def test_anything_else_is_not_a_size(junk: object) -> None:
+def test_other_values_are_refused_as_sizes(junk: object) -> None:
     with pytest.raises(SizeError) as error:
         parse_size(junk)  # type: ignore[arg-type]  # what users pass is not type-checked
     sentence = str(error.value)
@@ -77,7 +77,7 @@ def test_anything_else_is_not_a_size(junk: object) -> None:
     assert "\n" not in sentence
 
 
-def test_what_is_repeated_of_a_value_is_bounded() -> None:
+def test_an_error_quotes_a_bounded_part_of_the_value() -> None:
     junk: Any
     for junk in ("9" * 10**6, "\0" * 10**6, 10**5000, [0] * 10**5):
         for parse in (parse_size, parse_tolerance):
@@ -104,17 +104,17 @@ def test_what_is_repeated_of_a_value_is_bounded() -> None:
         (-29_360_128, "-28.0 MiB"),
     ],
 )
-def test_readable_size(size: int, text: str) -> None:
+def test_a_size_is_formatted_readably(size: int, text: str) -> None:
     assert format_size(size) == text
 
 
-def test_the_unit_changes_where_rounding_reaches_it() -> None:
+def test_a_size_that_rounds_up_to_the_next_unit_is_shown_in_it() -> None:
     assert format_size(1024**2 - 1) == "1.0 MiB"
     assert format_size(1024**3 - 1) == "1.00 GiB"
     assert format_size(int(1023.9 * 1024**2)) == "1023.9 MiB"
 
 
-def test_exact_size_shows_both() -> None:
+def test_an_exact_size_shows_unit_and_bytes() -> None:
     assert format_exact(1_739_461_632) == "1.62 GiB (1,739,461,632 B)"
     assert format_exact(-1_024) == "-1.0 KiB (-1,024 B)"
     assert format_exact(512) == "512 B"
@@ -133,7 +133,7 @@ def test_exact_size_shows_both() -> None:
         (4096, Tolerance(0.0, 4_096)),
     ],
 )
-def test_tolerance_as_written(written: int | str, tolerance: Tolerance) -> None:
+def test_a_tolerance_is_parsed(written: int | str, tolerance: Tolerance) -> None:
     assert parse_tolerance(written) == tolerance
 
 
@@ -144,7 +144,7 @@ def test_tolerance_as_written(written: int | str, tolerance: Tolerance) -> None:
         *("x%", "nan%", "1% +", 0.01, True, -5, None),
     ],
 )
-def test_anything_else_is_not_a_tolerance(junk: object) -> None:
+def test_other_values_are_refused_as_tolerances(junk: object) -> None:
     with pytest.raises(SizeError) as error:
         parse_tolerance(junk)  # type: ignore[arg-type]  # what users pass is not type-checked
     assert str(error.value) == (
@@ -155,12 +155,12 @@ def test_anything_else_is_not_a_tolerance(junk: object) -> None:
 @pytest.mark.parametrize(
     ("percent", "floor"), [(-1.0, 0), (float("nan"), 0), (float("inf"), 0), (1.0, -1)]
 )
-def test_tolerance_parts_are_never_negative_or_endless(percent: float, floor: int) -> None:
+def test_parts_of_a_tolerance_are_finite_and_not_negative(percent: float, floor: int) -> None:
     with pytest.raises(SizeError, match="is not a tolerance"):
         Tolerance(percent, floor)
 
 
-def test_allowance_is_the_percentage_plus_the_floor() -> None:
+def test_the_allowance_is_the_percentage_plus_the_floor() -> None:
     assert Tolerance(2.0, 1_048_576).allowance(100_000_000) == 2_000_000 + 1_048_576
     assert Tolerance(0.0, 4_096).allowance(100_000_000) == 4_096
     assert Tolerance(1.0, 1).allowance(199) == 2
@@ -173,10 +173,10 @@ def test_a_bare_percentage_allows_one_allocator_block() -> None:
     assert Tolerance(0.0, 0).allowance(10_000) == 0
 
 
-def test_allowance_is_exact() -> None:
+def test_the_allowance_is_exact() -> None:
     # 0.29 / 100 * 1_000_000 is 2899.9999999999995 in floating point.
     assert Tolerance(0.29, 1).allowance(1_000_000) == 2_901
-    # 80 TiB and one byte: beyond what a float resolves together with its percentage.
+    # 80 TiB and one byte: a float cannot represent them together with the percentage.
     assert Tolerance(100.0, 1).allowance(2**60 + 1) == 2**60 + 2
     assert Tolerance(1e-05, 1).allowance(10_000_000) == 2
 
@@ -192,19 +192,19 @@ def test_allowance_is_exact() -> None:
         (Tolerance(0.0, 0), "0"),
     ],
 )
-def test_tolerance_reads_as_it_was_written(tolerance: Tolerance, text: str) -> None:
+def test_a_tolerance_is_formatted_as_it_was_written(tolerance: Tolerance, text: str) -> None:
     assert str(tolerance) == text
     assert parse_tolerance(text) == tolerance
 
 
-def test_two_sizes_are_told_apart() -> None:
+def test_two_different_sizes_are_formatted_differently() -> None:
     assert format_apart(20 * 1024**2 + 4096, 20 * 1024**2) == ("20.004 MiB", "20.000 MiB")
     assert format_apart(40 * 1024**3, 1024) == ("40.00 GiB", "1.0 KiB")
     assert format_apart(2**40 + 512, 2**40) == ("1,099,511,628,288 B", "1,099,511,627,776 B")
     assert format_apart(4096, 4096) == ("4.0 KiB", "4.0 KiB")
 
 
-def test_a_size_as_it_was_written_is_its_bytes() -> None:
+def test_a_written_size_equals_its_bytes_and_keeps_its_text() -> None:
     written = written_size(" 300 KB ")
     assert (written, Size(written, "").written) == (300_000, "")
     assert getattr(written, "written", None) == "300 KB"
@@ -215,7 +215,7 @@ def test_a_size_as_it_was_written_is_its_bytes() -> None:
     ]
 
 
-def test_a_size_is_copied_with_what_was_written() -> None:
+def test_a_copy_of_a_size_keeps_its_written_text() -> None:
     size = written_size("300KB")
     for again in (copy.deepcopy(size), pickle.loads(pickle.dumps(size))):
         assert isinstance(again, Size)

@@ -63,7 +63,7 @@ def faults(source: str) -> list[Prose]:
 
 
 @pytest.mark.parametrize("folder", ["pytest_gpumem"])
-def test_the_package_is_written_in_plain_words(folder: str) -> None:
+def test_prose_of_the_package_contains_no_fault(folder: str) -> None:
     found = [
         f"{path.relative_to(FOLDER.parent)}:{line}: {prose.strip().splitlines()[0]}"
         for path in sorted((FOLDER.parent / folder).rglob("*.py"))
@@ -84,5 +84,5 @@ def test_the_package_is_written_in_plain_words(folder: str) -> None:
         ('x = "nobody"', False),
     ],
 )
-def test_the_rules_find_what_they_forbid(source: str, is_fault: bool) -> None:
+def test_forbidden_prose_is_found_as_a_fault(source: str, is_fault: bool) -> None:
     assert bool(faults(source)) is is_fault

@@ -10,6 +10,6 @@ from pytest_gpumem.simulating import SimulatedRun
 
 @pytest.fixture
 def t4() -> Iterator[SimulatedRun]:
-    """One kind of GPU and of torch, so that workspaces are the same on every machine."""
+    """Simulate one GPU and one torch release, so that workspaces are the same on every machine."""
     with simulate("T4", torch_version="2.6", alloc_conf="", cublas_workspace_config="") as gpu:
         yield gpu

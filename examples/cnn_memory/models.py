@@ -1,4 +1,4 @@
-"""The models, and how much of anything they have."""
+"""The models, and their sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def alexnet() -> nn.Sequential:
 
 
 def alexnet_and_images() -> tuple[nn.Module, Tensor]:
-    """Return AlexNet and one image, for ``gpumem layers``."""
+    """Return AlexNet and one image, for ``gpumem predict --by layer``."""
     return alexnet().cuda(), torch.randn(1, 3, 224, 224, device="cuda")
 
 
@@ -56,7 +56,7 @@ def convolution() -> nn.Sequential:
 
 
 def separable_convolution() -> nn.Sequential:
-    """Return the same as a convolution within each channel and one across them."""
+    """Return a convolution of each channel, followed by one across channels."""
     return nn.Sequential(
         nn.Conv2d(64, 64, 3, padding=1, groups=64, bias=False),
         nn.Conv2d(64, 128, 1, bias=False),
@@ -64,7 +64,7 @@ def separable_convolution() -> nn.Sequential:
 
 
 def blocks(count: int, *, inplace: bool = False) -> nn.Sequential:
-    """Return so many blocks of a convolution with 16 channels and ReLU."""
+    """Return ``count`` blocks of a convolution with 16 channels and ReLU."""
     return nn.Sequential(
         *(
             nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.ReLU(inplace))
@@ -75,15 +75,15 @@ def blocks(count: int, *, inplace: bool = False) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of a model and of what it computes, each tensor counted as it is."""
+    """Bytes of a model and of its activations, without the allocator's rounding."""
 
     parameters: int
     outputs: int
-    """Of all layers: the intermediates of the forward pass."""
+    """Outputs of all layers: the intermediates of the forward pass."""
 
     @property
     def outputs_and_gradients(self) -> int:
-        """With backward every intermediate has a gradient of the same size."""
+        """Bytes with backward, where every intermediate has a gradient of the same size."""
         return 2 * self.outputs
 
 

@@ -1,4 +1,4 @@
-"""What does not depend on the input, and what does."""
+"""Memory that depends on the input, and memory that does not."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_sizes_of_a_model() -> None:
     assert size.parameters == 61_100_840 * 4
     assert size.outputs == 4_339_616
     assert size.outputs_and_gradients == 2 * size.outputs
-    # Of one image, parameters take most; of 128, what is computed.
+    # With one image, parameters take most; with 128, activations.
     assert size.parameters > 28 * size.outputs_and_gradients
     assert size_of(alexnet(), 128, 3, 224, 224).outputs == 128 * size.outputs
 
@@ -104,6 +104,6 @@ def test_the_real_number_exceeds_the_sum(t4: SimulatedRun) -> None:
     in_blocks = [-(-size // 512) * 512 for size in sizes]
     assert sum(in_blocks) == 386_560
     assert torch.cuda.memory_allocated() == 386_560 + 8_519_680
-    # ... in segments of 2 MiB for what is small, and of 20 MiB for what is larger than 1 MiB.
+    # ... in segments of 2 MiB for small blocks, and of 20 MiB for blocks above 1 MiB.
     assert torch.cuda.memory_reserved() == (2 + 20) * 1024**2
     # nvidia-smi shows the CUDA context on top, a few hundred megabytes before the first tensor.

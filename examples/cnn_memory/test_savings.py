@@ -1,4 +1,4 @@
-"""What saves memory, and what it costs."""
+"""Ways to save memory, and their cost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_relu_in_place_needs_no_tensor_of_its_own(inplace: bool, needed: int) ->
 def test_after_a_convolution_both_keep_the_same_for_backward(
     t4: SimulatedRun, inplace: bool
 ) -> None:
-    # Backward needs ReLU's output, and nobody needs what went in.
+    # Backward needs ReLU's output, and no operator needs its input.
     model, x = blocks(BLOCKS, inplace=inplace).cuda(), torch.ones(SHAPE, device="cuda")
     before = torch.cuda.memory_allocated()
     y = model(x)
@@ -82,6 +82,6 @@ def test_smaller_images_take_a_part(t4: SimulatedRun, scale: int, part: int) -> 
     model = blocks(BLOCKS).cuda()
     before = torch.cuda.memory_allocated()
     y = model(torch.ones(4, 16, 64 // scale, 64 // scale, device="cuda"))
-    # The input, and what each block gives.
+    # The input, and the output of each block.
     assert torch.cuda.memory_allocated() - before == (1 + BLOCKS) * TENSOR // part
     del y

@@ -67,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def simulated_gpu() -> Iterator[str]:
-    """Have the kind of GPU that the recorded numbers come from; yield its name."""
+    """Simulate the GPU of the recorded numbers; yield its name."""
     with simulate("T4", torch_version="2.6", alloc_conf="", cublas_workspace_config=NO_WORKSPACE):
         yield "simulated T4, whose clock counts events"
 
 
 @contextmanager
 def real_gpu() -> Iterator[str]:
-    """Keep cuBLAS from taking workspaces, which it decides when it is first used."""
+    """Prevent cuBLAS from taking workspaces, which it decides on its first use."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = NO_WORKSPACE
     yield torch.cuda.get_device_name()
 
@@ -93,7 +93,7 @@ def draw(tables: dict[str, Table], device: str, folder: Path) -> Iterator[Path]:
 
 
 def bytes_per_element(figure: Figure, tables: Tables) -> None:
-    """Bars: what one element of each dtype takes."""
+    """Draw bars of the bytes of one element of each dtype."""
     axes = _axes(figure.subplots(), "Bytes per element")
     names, sizes = zip(*tables["bytes_per_element"].rows, strict=True)
     bars = axes.bar(names, sizes, color=COLOURS["trainable_params"], width=0.65)
@@ -103,7 +103,7 @@ def bytes_per_element(figure: Figure, tables: Tables) -> None:
 
 
 def blocks_of_512_bytes(figure: Figure, tables: Tables) -> None:
-    """The staircase: what is allocated, over what was asked for."""
+    """Draw a staircase of allocated bytes over requested bytes."""
     axes = _axes(figure.subplots(), "Memory is allocated in blocks of 512 bytes")
     counts, requested, taken = zip(*tables["blocks_of_512_bytes"].rows, strict=True)
     axes.step(counts, taken, where="post", color=COLOURS["trainable_params"], label="allocated")
@@ -122,7 +122,7 @@ def blocks_of_512_bytes(figure: Figure, tables: Tables) -> None:
 
 
 def training(figure: Figure, tables: Tables) -> None:
-    """Stacked bars of what was predicted, and marks for what was measured."""
+    """Draw stacked bars of predictions, and marks for measurements."""
     panels = figure.subplots(2, sharex=True, sharey=True)
     for axes, optimizer in zip(panels, ("SGD", "Adam"), strict=True):
         _axes(axes, f"Training Linear(256, 250) with {optimizer}, batch of 100")

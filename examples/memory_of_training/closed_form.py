@@ -20,7 +20,7 @@ CATEGORIES = (
 
 
 def in_blocks(*shape: int, itemsize: int = 4) -> int:
-    """Bytes that a tensor of ``shape`` takes on the device."""
+    """Return the bytes that a tensor of ``shape`` takes on the device."""
     return -(-prod(shape) * itemsize // BLOCK) * BLOCK
 
 
@@ -42,7 +42,7 @@ INTERMEDIATES: dict[
         in_blocks(100, 256) + in_blocks(100, 250),
     ),
 }
-"""What autograd keeps for an input of (100, 256) and weights: a computation, the shapes of its
+"""Tensors kept by autograd for an input of (100, 256) and weights: a computation, the shapes of its
 weights, the shapes that it saves for backward, and the bytes that it keeps beside input and
 output.
 """
@@ -59,7 +59,7 @@ def deep_network(blocks: int) -> int:
 
 
 def optimizer_timeline(state_copies: int, steps: int = 4) -> dict[str, dict[str, int]]:
-    """What each category holds at each event, training Linear(256, 250) with a batch of 100.
+    """Return each category's bytes at each event of training Linear(256, 250), with a batch of 100.
 
     ``state_copies`` is how often the optimizer keeps the size of the model: 0 for SGD, 2 for Adam.
     """
@@ -77,7 +77,7 @@ def optimizer_timeline(state_copies: int, steps: int = 4) -> dict[str, dict[str,
     event("input_allocation", input=x)
     for step in range(1, steps + 1):
         event(f"optim_zero_grad_{step}", gradient=0)
-        # The layer needs its input again, which is there anyway: no intermediate tensors.
+        # The layer needs only its input again, which is live anyway: no intermediate tensors.
         event(f"forward_{step}", output=y)
         event(f"backward_{step}", gradient=model)
         event(f"optim_step_{step}", output=0, optimizer_state=state_copies * model)

@@ -10,13 +10,13 @@ from pytest_gpumem import simulate
 
 @pytest.fixture
 def recorded_gpu() -> Iterator[None]:
-    """The kind of GPU, and the torch, that the recorded numbers come from."""
+    """Simulate the GPU and the torch release of the recorded numbers."""
     with simulate("T4", torch_version="2.6", alloc_conf="", cublas_workspace_config=""):
         yield
 
 
 @pytest.fixture
 def tensors_alone() -> Read:
-    """Read what the test's tensors take: the same bytes on every GPU, with every torch."""
+    """Return a reading of the tensors' bytes, which are the same on every GPU and torch."""
     before = without_workspaces()
     return lambda: without_workspaces() - before

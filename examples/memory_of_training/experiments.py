@@ -39,7 +39,7 @@ def without_workspaces() -> int:
 
 
 def reserved_and_allocated() -> dict[str, tuple[int, int]]:
-    """PyTorch reserves more than it allocates, and keeps it until it is told otherwise."""
+    """Return reserved and allocated bytes: PyTorch keeps segments until ``empty_cache()``."""
 
     def both() -> tuple[int, int]:
         return torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
@@ -56,12 +56,12 @@ def reserved_and_allocated() -> dict[str, tuple[int, int]]:
 
 
 def device_use() -> NvmlReading | NvmlAbsent:
-    """What NVML, and so nvidia-smi, says of the whole device; or why it says nothing."""
+    """Return NVML's reading of the whole device, as in nvidia-smi, or the reason for none."""
     return read_device()
 
 
 def bytes_per_element() -> dict[str, float]:
-    """What one element of each dtype takes."""
+    """Return the bytes of one element of each dtype."""
 
     def of(dtype: torch.dtype) -> float:
         before = allocated()
@@ -72,7 +72,7 @@ def bytes_per_element() -> dict[str, float]:
 
 
 def tensor_of(elements: int) -> int:
-    """What a float32 tensor of that many elements takes."""
+    """Return the bytes of a float32 tensor with ``elements`` elements."""
     before = allocated()
     x = torch.randn(elements, device="cuda")
     taken = allocated() - before
@@ -81,12 +81,12 @@ def tensor_of(elements: int) -> int:
 
 
 def staircase(sizes: range = range(1050)) -> list[int]:
-    """What float32 tensors of growing size take: the allocator deals in blocks of 512 bytes."""
+    """Return the bytes of float32 tensors of growing size, in blocks of 512 bytes."""
     return [tensor_of(elements) for elements in sizes]
 
 
 def linear_layer(*, backward: bool, read: Read = allocated) -> dict[str, int]:
-    """One layer and one sample; autograd's thread has a cuBLAS workspace of its own."""
+    """Train one layer with one sample; autograd's thread has its own cuBLAS workspace."""
     seen = {"start": read()}
     model = nn.Linear(256, 250, device="cuda")
     seen["model"] = read()
@@ -119,7 +119,7 @@ def saved_for_backward(compute: Callable[..., Tensor], *inputs: Tensor) -> list[
 
 
 def kept_for_backward(compute: Callable[..., Tensor], *inputs: Tensor) -> int:
-    """What ``compute`` keeps beside its inputs and its output: training less inference."""
+    """Return the bytes that ``compute`` keeps beside inputs and output: training less inference."""
 
     def taken() -> int:
         before = without_workspaces()
@@ -145,7 +145,7 @@ def layer_norm_by_hand(read: Read = allocated) -> int:
 
 
 def deep_network(blocks: int) -> nn.Module:
-    """As many blocks of two linear layers, each with its activation."""
+    """Return ``blocks`` blocks of two linear layers, each with its activation."""
     layers = [
         layer
         for _ in range(blocks)
@@ -155,7 +155,7 @@ def deep_network(blocks: int) -> nn.Module:
 
 
 def deep_forward(blocks: int, *, inference: bool, read: Read = allocated) -> int:
-    """What model, input, output and everything kept for backward take together."""
+    """Return the bytes of model, input, output and everything kept for backward."""
     before = read()
     model = deep_network(blocks)
     x = torch.randn(5, 200, device="cuda")
@@ -167,7 +167,7 @@ def deep_forward(blocks: int, *, inference: bool, read: Read = allocated) -> int
 
 
 def deep_backward(blocks: int, read: Read = allocated) -> int:
-    """The same when the gradients are there."""
+    """Return the same bytes after backward, with the gradients."""
     before = read()
     model = deep_network(blocks)
     x = torch.randn(5, 200, device="cuda")

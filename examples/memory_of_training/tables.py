@@ -1,4 +1,4 @@
-"""The data of the charts: what was measured, and what was predicted for it."""
+"""The data of the charts: measurements and their predictions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def elements_table() -> Table:
 
 
 def blocks_table() -> Table:
-    """What float32 tensors take."""
+    """Return the bytes that float32 tensors take."""
     rows = [(elements, 4 * elements, taken) for elements, taken in enumerate(staircase())]
     return Table("blocks_of_512_bytes", ("elements", "requested", "allocated"), rows)
 
@@ -72,7 +72,7 @@ def step_table() -> Table:
 
 
 def all_tables() -> list[Table]:
-    """Everything that is drawn, measured on the CUDA device that there is."""
+    """Return all tables that are drawn, measured on the present CUDA device."""
     return [
         elements_table(),
         blocks_table(),

@@ -1,4 +1,4 @@
-"""What one tensor takes."""
+"""The memory of one tensor."""
 
 from __future__ import annotations
 

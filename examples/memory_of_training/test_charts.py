@@ -1,4 +1,4 @@
-"""The charts and their data can be made anew."""
+"""The charts and their data can be generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward and a backward pass take, layer by layer."""
+"""The memory of a forward and a backward pass, layer by layer."""
 
 from __future__ import annotations
 

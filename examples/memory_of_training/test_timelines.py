@@ -75,7 +75,7 @@ def test_within_a_step_intermediates_come_and_go() -> None:
         moments = step_timeline(torch.optim.Adam, blocks=4)
     last = {moment.phase: moment.segments for moment in moments}
     model, loss = closed_form.deep_network(4), in_blocks()
-    # Backward needs what ReLU and Sigmoid have made in each block.
+    # Backward needs the outputs of ReLU and Sigmoid in each block.
     intermediates = 4 * (in_blocks(500, 100) + in_blocks(500, 200)) + loss
     kept = 3 * model + in_blocks(500, 200)
 
@@ -92,5 +92,5 @@ def test_within_a_step_intermediates_come_and_go() -> None:
     assert last["forward"] == held(0, intermediates)
     assert last["backward"] == held(model, loss)
     assert last["step"] == held(model, loss)
-    # The optimizer's one more copy of the model is nothing that it keeps.
+    # The optimizer's additional copy of the model is temporary.
     assert max(m.segments["temporary"] for m in moments if m.phase == "step") == model

@@ -53,7 +53,7 @@ class Moment:
 
     @property
     def allocated(self) -> int:
-        """All of them together."""
+        """Return the sum of all categories."""
         return sum(self.segments.values())
 
 
@@ -113,7 +113,7 @@ def _recording() -> Iterator[None]:
 def _trace() -> list[dict[str, Any]]:
     torch.cuda.synchronize()
     traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot()["device_traces"]
-    # Each snapshot adds an event of its own (SNAPSHOT of c10/cuda/CUDACachingAllocator.h).
+    # Each snapshot adds an event itself (SNAPSHOT of c10/cuda/CUDACachingAllocator.h).
     return [e for e in traces[torch.cuda.current_device()] if e["action"] != "snapshot"]
 
 

@@ -1,4 +1,4 @@
-"""What one rank of eight may take, and the worst of more."""
+"""The memory limit of one rank of eight, and of the worst of several."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ CAPACITY = GPUS["V100"].total_memory
 
 
 def run(workers: int, seed: int, folder: str) -> tuple[str, RunUsage]:
-    """Run the tests; return pytest's last line and what became of the GPU."""
+    """Run the tests; return pytest's last line and the use of the GPU."""
     tests = Path(__file__).with_name("test_many.py")
     found = subprocess.run(
         [
@@ -50,7 +50,7 @@ def run(workers: int, seed: int, folder: str) -> tuple[str, RunUsage]:
 
 
 def faults(last: str, usage: RunUsage) -> list[str]:
-    """Return what must not be."""
+    """Return the faults of a run."""
     found = []
     if not re.match(rf"{TESTS} passed\b", last):
         found.append(last)
@@ -63,7 +63,7 @@ def faults(last: str, usage: RunUsage) -> list[str]:
 
 
 def main() -> int:
-    """Run the tests twice for each seed, and print what it came to."""
+    """Run the tests twice for each seed, and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     problems = []

@@ -28,5 +28,5 @@ def sizes() -> list[int]:
 @pytest.mark.gpumem(gpu="V100", baseline=False)
 def test_takes_its_memory(size: int) -> None:
     x = torch.empty(size, dtype=torch.uint8, device="cuda")
-    time.sleep(SECONDS)  # what waits here is a disk, a download or a compiler
+    time.sleep(SECONDS)  # stands for a disk, a download or a compiler
     assert x.nbytes == size

@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each on its normalised input and beside it."""
+    """Attention and a perceptron, each with a normalised input and a residual connection."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` with what both have to add."""
+        """Return ``x`` plus the outputs of both."""
         x = x + self.attention(self.before_attention(x))
         added: Tensor = self.perceptron(self.before_perceptron(x))
         return x + added
 
 
 class Transformer(nn.Module):
-    """Predicts the next token at every position."""
+    """A model that predicts the next token at every position."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

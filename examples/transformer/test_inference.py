@@ -1,4 +1,4 @@
-"""What inference needs, beside training, in phases that the test names itself."""
+"""The memory of inference beside training, in phases that the test names."""
 
 from __future__ import annotations
 

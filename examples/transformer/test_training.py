@@ -1,4 +1,4 @@
-"""What training needs; forward, backward and step are found by the plugin itself."""
+"""The memory of training; the plugin finds forward, backward and step itself."""
 
 from __future__ import annotations
 

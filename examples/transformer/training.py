@@ -1,4 +1,4 @@
-"""One training step, and something to train on."""
+"""A training step, and random data for it."""
 
 from __future__ import annotations
 

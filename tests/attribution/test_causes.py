@@ -1,4 +1,4 @@
-"""A cause is said where its evidence is most of the difference, and never guessed."""
+"""A cause is named where its evidence explains most of the difference, and never guessed."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_what_was_done_differently_is_said_where_activations_grew(name: str) -> None:
+def test_a_changed_fact_is_the_cause_where_activations_grew(name: str) -> None:
     facts, were, sentence = CHANGED[name]
     assert cause_of(growth([WEIGHT, KEPT], [WEIGHT], facts, were)).startswith(sentence)
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_where_something_else_grew_that_is_said(name: str) -> None:
+def test_the_cause_is_the_tensor_that_grew_most(name: str) -> None:
     """8 MiB of activations beside 128 MiB of a tensor that the test itself has made."""
     facts, were, _ = CHANGED[name]
     outside = replace(OUTSIDE, category="gradients", bytes=128 * MIB)
@@ -64,12 +64,12 @@ def test_where_something_else_grew_that_is_said(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_without_facts_of_both_runs_there_is_only_the_difference(name: str) -> None:
+def test_no_cause_is_named_without_facts_of_both_runs(name: str) -> None:
     facts, _, _ = CHANGED[name]
     assert cause_of(growth([WEIGHT, KEPT], [WEIGHT], facts, {})).startswith("m.py:7 (torch.mul)")
 
 
-def test_another_type_is_said_of_the_same_tensors_alone() -> None:
+def test_another_dtype_is_the_cause_only_for_the_same_tensors() -> None:
     half = replace(KEPT, bytes=4 * MIB, dtype="bfloat16")
     assert cause_of(growth([KEPT], [half], {}, {})) == (
         "the same activations at m.py:7 (torch.mul): bfloat16 before, float32 now"
@@ -78,7 +78,7 @@ def test_another_type_is_said_of_the_same_tensors_alone() -> None:
     assert "before, float32 now" not in cause_of(growth([KEPT], [moved], {}, {}))
 
 
-def test_nothing_is_said_of_what_did_not_grow() -> None:
+def test_no_cause_is_named_without_growth() -> None:
     assert cause_of(growth([WEIGHT], [WEIGHT, KEPT], {}, {})) == ""
 
 
@@ -102,7 +102,7 @@ def left(nbytes: int, held_by: str | None) -> Site:
         ([], ""),
     ],
 )
-def test_the_variable_that_keeps_most_of_a_leak(sites: list[Site], sentence: str) -> None:
+def test_the_variable_that_keeps_most_of_a_leak_is_named(sites: list[Site], sentence: str) -> None:
     assert leak_cause(sites) == sentence
 
 
@@ -133,11 +133,11 @@ LOSSES = {
         ({"held": [8 * MIB, 8 * MIB], "batches": True}, ""),
     ],
 )
-def test_what_steps_leave_is_said_as_it_was_seen(changed: dict[str, Any], sentence: str) -> None:
+def test_memory_that_steps_leave_is_described(changed: dict[str, Any], sentence: str) -> None:
     assert carried_sentence({**LOSSES, **changed}) == sentence
 
 
-def test_what_no_variable_holds_is_said_by_its_line() -> None:
+def test_memory_that_no_variable_holds_is_named_by_its_line() -> None:
     """Three outputs of 8 MiB that the consumer of a generator keeps."""
     carried = {"bytes": [8 * MIB, 16 * MIB, 24 * MIB], "forwards": 4, "holders": []}
     now, before = {"grad": {"off": 4}, "carried": carried}, {"grad": {"off": 4}}
@@ -149,7 +149,7 @@ def test_what_no_variable_holds_is_said_by_its_line() -> None:
     assert "each step" not in cause_of(growth([WEIGHT, kept], [WEIGHT], now, now))
 
 
-def test_a_gpu_that_records_no_types_has_those_of_parameters() -> None:
+def test_dtypes_are_those_of_parameters_where_none_are_recorded() -> None:
     now, before = (
         dict[str, Any](models={"net": {"parameters": 9, "dtype": dtype, "largest": {}}})
         for dtype in ("float32", "bfloat16")
@@ -162,7 +162,7 @@ def test_a_gpu_that_records_no_types_has_those_of_parameters() -> None:
     assert "bfloat16" not in cause_of(growth([wide, outside], [half], now, before))
 
 
-def test_a_new_cast_is_named_with_the_type_that_follows_from_it() -> None:
+def test_a_new_cast_is_named_with_the_dtype_that_results() -> None:
     half = replace(KEPT, bytes=4 * MIB, dtype="bfloat16")
     cast = replace(KEPT, bytes=MIB, site="m.py:5", operator="Tensor.to")
     assert cause_of(growth([KEPT, cast], [half], {}, {})) == (
@@ -171,8 +171,8 @@ def test_a_new_cast_is_named_with_the_type_that_follows_from_it() -> None:
     )
 
 
-def test_the_variable_that_gained_is_the_cause() -> None:
-    """Two keep as much; one of them did before, too."""
+def test_the_variable_that_holds_more_than_before_is_the_cause() -> None:
+    """Two variables keep equal bytes; one of them kept them before, too."""
     running = {**LOSSES, "holder": "running", "kind": "", "graph": 0, "held": [MIB, MIB]}
     kept = {**running, "holder": "loss"}
     now = {"grad": {"on": 1}, "carried": {"holders": [kept, running]}}
@@ -183,7 +183,7 @@ def test_the_variable_that_gained_is_the_cause() -> None:
     )
 
 
-def test_parameters_in_more_bytes_are_no_second_ones() -> None:
+def test_parameters_of_a_larger_dtype_are_not_a_second_copy() -> None:
     """A bfloat16 model that is float32 now has as many parameters as before."""
     models = {"models": {"net": {"parameters": 2, "largest": {}}}}
     half = replace(WEIGHT, bytes=2 * MIB, dtype="bfloat16")
@@ -201,7 +201,7 @@ def test_parameters_in_more_bytes_are_no_second_ones() -> None:
     )
 
 
-def test_parameters_that_are_trained_now() -> None:
+def test_parameters_that_are_trained_now_are_the_cause() -> None:
     now, before = (
         dict[str, Any](models={"net": {"parameters": 9, "trained": count, "largest": {}}})
         for count in (9, 1)
@@ -213,7 +213,7 @@ def test_parameters_that_are_trained_now() -> None:
     assert "trained" not in cause_of(growth([WEIGHT, OUTSIDE], [WEIGHT], now, before))
 
 
-def test_over_a_limit_only_what_is_most_of_it_is_a_cause() -> None:
+def test_only_most_of_the_peak_over_a_limit_is_a_cause() -> None:
     side = Side([KEPT], {"carried": {"holders": [LOSSES]}})
     assert absolute_cause(side, 12 * MIB) == (
         "each step leaves its graph (4.0 MiB a step), held by the list losses of train()"

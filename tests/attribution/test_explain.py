@@ -22,21 +22,21 @@ LINEAR = replace(SOFTMAX, operator="torch.addmm", bytes=8192, site="model.py:20"
 WEIGHT = Site("parameters", 1024, 2, "test.py:3", "test", "Tensor.to", "head", (16, 16), "float32")
 
 
-def told(actual: list[Site], reference: list[Site]) -> list[tuple[int, str, str | None]]:
+def diff(actual: list[Site], reference: list[Site]) -> list[tuple[int, str, str | None]]:
     return [
         (change.bytes, change.change, change.site.operator) for change in explain(actual, reference)
     ]
 
 
-def test_nothing_changed_when_lines_moved() -> None:
+def test_lines_that_moved_are_no_change() -> None:
     moved = [replace(SOFTMAX, site="model.py:99"), LINEAR, WEIGHT]
-    assert told(moved, [SOFTMAX, LINEAR, WEIGHT]) == []
+    assert diff(moved, [SOFTMAX, LINEAR, WEIGHT]) == []
 
 
-def test_new_gone_grown_and_shrunk_largest_first() -> None:
+def test_new_gone_grown_and_shrunk_sites_are_sorted_by_size() -> None:
     actual = [replace(SOFTMAX, bytes=8192, dtype="float32"), replace(WEIGHT, bytes=512)]
     cloned = replace(SOFTMAX, operator="torch.clone", bytes=2048)
-    assert told([*actual, cloned], [SOFTMAX, WEIGHT, LINEAR]) == [
+    assert diff([*actual, cloned], [SOFTMAX, WEIGHT, LINEAR]) == [
         (-8192, "gone", "torch.addmm"),
         (4096, "grown", "torch.softmax"),
         (2048, "new", "torch.clone"),
@@ -49,7 +49,7 @@ def test_more_blocks_of_the_same_size_are_counted() -> None:
     assert (change.bytes, change.site.count, change.change) == (2048, 2, "grown")
 
 
-def test_blocks_of_one_size_that_were_added_have_it_in_the_record() -> None:
+def test_added_blocks_of_one_size_are_recorded_with_that_size() -> None:
     # Three of 1536 bytes where one was: two more, of that size each.
     blocks = replace(SOFTMAX, bytes=4608, count=3, each=1536)
     (change,) = explain([blocks], [replace(blocks, bytes=1536, count=1)])
@@ -57,7 +57,7 @@ def test_blocks_of_one_size_that_were_added_have_it_in_the_record() -> None:
     assert change.to_dict()["each"] == 1536
 
 
-def test_a_line_added_between_two_of_the_same_operator_is_the_new_one() -> None:
+def test_a_line_added_between_two_of_the_same_operator_is_new() -> None:
     first, last = (
         replace(SOFTMAX, site="model.py:10"),
         replace(SOFTMAX, site="model.py:30", bytes=2),
@@ -75,7 +75,7 @@ def test_a_tensor_that_is_kept_for_backward_now_is_the_same_tensor() -> None:
     assert (change.bytes, change.change, change.site.category) == (12288, "grown", "activations")
 
 
-def test_it_sums_to_the_whole_difference() -> None:
+def test_changes_sum_to_the_whole_difference() -> None:
     actual, reference = [SOFTMAX, WEIGHT], [LINEAR, replace(WEIGHT, category="gradients")]
     total = sum(site.bytes for site in actual) - sum(site.bytes for site in reference)
     assert sum(change.bytes for change in explain(actual, reference)) == total
@@ -93,18 +93,18 @@ def test_a_compacted_composition_keeps_its_bytes() -> None:
     assert kept[-1] == rest
 
 
-def test_equal_compositions_differ_nowhere_when_one_was_compacted() -> None:
-    # Two sites of one operator, one of them among the rest.
+def test_a_compacted_composition_does_not_differ_from_itself() -> None:
+    # Two sites of one operator, of which one is in the compacted rest.
     twice = [*many(40), *(replace(site, site="model.py:50", bytes=10) for site in many(40))]
-    assert told(twice, list(compact(twice))) == []
+    assert diff(twice, list(compact(twice))) == []
 
 
 def test_a_new_site_stands_out_of_a_compacted_reference() -> None:
     new = replace(WEIGHT, operator="torch.ones", bytes=50_000)
-    assert told([*many(40), new], list(compact(many(40)))) == [(50_000, "new", "torch.ones")]
+    assert diff([*many(40), new], list(compact(many(40)))) == [(50_000, "new", "torch.ones")]
 
 
-def test_growth_among_the_rest_names_its_function() -> None:
+def test_growth_in_the_compacted_rest_names_its_function() -> None:
     grown = [
         replace(site, bytes=site.bytes + 4) if site.bytes < 9_965 else site for site in many(40)
     ]
@@ -114,9 +114,9 @@ def test_growth_among_the_rest_names_its_function() -> None:
 
 
 def test_a_renamed_function_is_the_same_function() -> None:
-    assert told([replace(SOFTMAX, function="attend", module=None), WEIGHT], [SOFTMAX, WEIGHT]) == []
+    assert diff([replace(SOFTMAX, function="attend", module=None), WEIGHT], [SOFTMAX, WEIGHT]) == []
 
 
 def test_the_rest_of_a_renamed_function_is_the_same_rest() -> None:
     renamed = [replace(site, function="attend") for site in many(40)]
-    assert told(renamed, list(compact(many(40)))) == []
+    assert diff(renamed, list(compact(many(40)))) == []

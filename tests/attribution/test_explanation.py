@@ -1,4 +1,4 @@
-"""The lines of an explanation: what is one line, how many blocks, and how they fit."""
+"""The lines of an explanation: how sites are grouped, blocks counted and lines shortened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state(name: str, module: str, nbytes: int) -> dict[str, Any]:
     )
 
 
-def test_the_state_of_one_optimizer_is_one_line_and_its_sizes_come_on_request() -> None:
+def test_the_state_of_an_optimizer_is_one_line_with_sizes_on_request() -> None:
     states = [state(name, m, n * KIB) for name in ("exp_avg_sq", "exp_avg") for m, n in SIZES]
     assert explanation_lines(states) == [
         "  +14.0 KiB  optimizer state  train.py:12  AdamW.exp_avg, exp_avg_sq  "
@@ -46,17 +46,17 @@ def test_the_state_of_one_optimizer_is_one_line_and_its_sizes_come_on_request() 
 SIZES = [("head", 4), ("body", 2), ("tail", 1)]
 
 
-def test_blocks_of_lines_that_are_told_as_one_are_added_up() -> None:
+def test_blocks_of_lines_shown_as_one_are_added_up() -> None:
     at = {"site": "net.py:3", "operator": "torch.relu"}
     lines = [line(2 * KIB, count=2, each=KIB, **at), line(3 * KIB, count=3, each=KIB, **at)]
     assert folded(lines)[0]["count"] == 5
     assert folded(lines)[0]["each"] == KIB
-    # Of memory without a count, one block.
+    # Memory without a count is one block.
     whole = [line(KIB, count=None, each=KIB, **at), line(2 * KIB, count=2, each=KIB, **at)]
     assert folded(whole)[0]["count"] == 3
 
 
-def test_one_source_line_by_many_sizes_is_one_line_but_growth_and_shrinking_stay_apart() -> None:
+def test_sizes_of_a_source_line_are_one_line_growth_and_shrinking_two() -> None:
     place = {"site": "net.py:7", "operator": "torch.add"}
     lines = [
         line(4 * KIB, **place, dtype="float32", each=4 * KIB),
@@ -84,7 +84,7 @@ def test_one_source_line_by_many_sizes_is_one_line_but_growth_and_shrinking_stay
         ({"count": 3}, "3 blocks (new)"),
     ],
 )
-def test_a_product_stands_only_where_it_is_the_bytes(changes: dict[str, Any], text: str) -> None:
+def test_a_product_is_shown_only_where_it_is_the_bytes(changes: dict[str, Any], text: str) -> None:
     assert explanation_lines([line(8 * KIB, **changes)]) == [f"  +8.0 KiB  activations  {text}"]
 
 
@@ -97,7 +97,7 @@ def test_parameters_are_named_by_their_module() -> None:
     ]
 
 
-def test_of_operators_that_are_fused_a_narrow_terminal_keeps_the_last_ones_whole() -> None:
+def test_a_narrow_terminal_keeps_the_last_fused_operators_whole() -> None:
     fused = "torch.native_layer_norm + Tensor.to + torch.addmm, fused"
     wide = line(KIB, site="package/models/attention.py:71", operator=fused, each=KIB)
     short = "native_layer_norm + Tensor.to + addmm, fused"
@@ -109,7 +109,7 @@ def test_of_operators_that_are_fused_a_narrow_terminal_keeps_the_last_ones_whole
     assert "  … addmm, fused" in text
 
 
-def test_a_narrow_terminal_loses_blocks_then_folders_and_no_name_of_an_operator() -> None:
+def test_a_narrow_terminal_drops_blocks_then_folders_not_operators() -> None:
     wide = line(
         KIB,
         site="package/models/attention.py:71",
@@ -140,7 +140,7 @@ def test_a_narrow_terminal_loses_blocks_then_folders_and_no_name_of_an_operator(
         assert max(map(len, explanation_lines([wide], width=width))) <= width
 
 
-def test_lines_that_take_two_leave_fewer_of_them() -> None:
+def test_lines_that_wrap_leave_room_for_fewer_lines() -> None:
     """A failure still fits on a screen."""
     name = "torch._scaled_dot_product_flash_attention"
     lines = [line(KIB, site=f"a.py:{number}", operator=name) for number in range(12)]

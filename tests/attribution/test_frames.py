@@ -1,4 +1,4 @@
-"""What the frames of an allocation tell, worked out by hand from stacks as torch records them."""
+"""Facts derived from an allocation's frames, computed by hand for stacks as torch records them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALL = stack(
 TRAIN = stack(("/app/train.py", "main", 30))
 
 
-def test_the_line_is_the_users_and_paths_are_as_shown() -> None:
+def test_the_line_is_the_user_s_with_its_path_as_shown() -> None:
     frames = stack(("/site/torch/nn/functional.py", "softmax", 2100)) + CALL + TRAIN
     assert stack_facts(frames, {"/app/model.py": "model.py"}) == StackFacts(
         site="model.py:7",
@@ -52,7 +52,7 @@ def test_the_line_is_the_users_and_paths_are_as_shown() -> None:
         (("at::_ops::empty_memory_format::call()",), "aten::empty"),
     ],
 )
-def test_the_operator_is_the_innermost_that_is_more_than_memory(
+def test_the_operator_is_the_innermost_that_is_no_allocation(
     symbols: tuple[str, ...], operator: str
 ) -> None:
     assert stack_facts(native(*symbols) + TRAIN, {}).operator == operator
@@ -74,7 +74,7 @@ def test_backward_runs_on_a_thread_without_python() -> None:
         ("/app/optim/torch_like.py", "step", ""),
     ],
 )
-def test_the_phase_is_that_of_torchs_own_functions(file: str, function: str, during: str) -> None:
+def test_the_phase_follows_from_torch_functions(file: str, function: str, during: str) -> None:
     assert stack_facts(stack((file, function, 1)) + TRAIN, {}).during == during
 
 
@@ -93,7 +93,7 @@ def test_the_phase_is_that_of_torchs_own_functions(file: str, function: str, dur
         (UNKNOWN, True, "other"),
     ],
 )
-def test_what_a_block_holds(of: StackFacts, kept: bool, holds: str) -> None:
+def test_the_category_follows_from_the_stack(of: StackFacts, kept: bool, holds: str) -> None:
     assert category(of, kept=kept) == holds
 
 
@@ -107,7 +107,7 @@ def test_what_a_block_holds(of: StackFacts, kept: bool, holds: str) -> None:
         "at::cuda::getCUDABlasLtWorkspace()",
     ],
 )
-def test_cublas_is_seen_by_the_function_that_allocates_its_workspace(function: str) -> None:
+def test_cublas_is_recognised_by_the_function_for_its_workspace(function: str) -> None:
     assert stack_facts(native(function, "at::_ops::mm::call()"), {}).library
 
 
@@ -124,13 +124,13 @@ ALLOCATING = ("torch::unwind::unwind()", "??", "c10::cuda::CUDACachingAllocator:
         (("at::detail::empty_cuda()", "at::native::cudnn_convolution()"), False),
     ],
 )
-def test_cudnn_s_workspace_is_requested_by_a_convolution_itself(
+def test_cudnn_s_workspace_is_requested_by_the_convolution(
     functions: tuple[str, ...], library: bool
 ) -> None:
     assert stack_facts(native(*ALLOCATING, *functions), {}).library is library
 
 
-def test_what_is_no_frame_is_left_out() -> None:
+def test_malformed_frames_are_left_out() -> None:
     odd: list[Any] = [7, {"filename": 3, "name": "f"}, {"filename": "a.py"}]
     assert frames_in({"frames": [*odd, *TRAIN]}) == TRAIN
     assert frames_in({"frames": "text"}) == frames_in({}) == []

@@ -1,4 +1,4 @@
-"""Lives of blocks, peaks and what was live at them: worked out by hand."""
+"""Lifetimes of blocks, peaks and their composition, computed by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_gpumem.attribution.history import Event, History, Observation, Span
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """An origin whose every part is given."""
+    """An origin with explicit values."""
 
     operator_name: str | None = "torch.mm"
     source_line: tuple[str, int, str] | None = ("/home/me/project/model.py", 7, "forward")
@@ -58,69 +58,69 @@ def history(
     )
 
 
-def composition(told: History) -> Composition:
-    return compositions(told)["call"]
+def composition(trace: History) -> Composition:
+    return compositions(trace)["call"]
 
 
 def test_the_peak_is_the_first_moment_with_the_most_bytes() -> None:
-    told = history(alloc(1, 512), alloc(2, 1024), free(1), alloc(3, 512), free(2), free(3))
-    assert told.peaks() == {"call": 1}
-    assert [life.address for life in told.live_at(1)] == [1, 2]
+    trace = history(alloc(1, 512), alloc(2, 1024), free(1), alloc(3, 512), free(2), free(3))
+    assert trace.peaks() == {"call": 1}
+    assert [life.address for life in trace.live_at(1)] == [1, 2]
 
 
-def test_what_was_held_before_counts() -> None:
-    told = history(alloc(1, 512), free(9), alloc(2, 1024), held=[(9, 4096, None)])
-    assert composition(told).total == 4096 + 512
+def test_blocks_held_before_the_history_count() -> None:
+    trace = history(alloc(1, 512), free(9), alloc(2, 1024), held=[(9, 4096, None)])
+    assert composition(trace).total == 4096 + 512
 
 
 def test_a_phase_that_only_frees_has_its_peak_before_its_first_event() -> None:
-    told = history(alloc(1, 512), free(1), phases=[Span("call", 0, 2), Span("late", 1, 2)])
-    assert compositions(told)["late"].total == 512
+    trace = history(alloc(1, 512), free(1), phases=[Span("call", 0, 2), Span("late", 1, 2)])
+    assert compositions(trace)["late"].total == 512
 
 
 def test_a_phase_entered_twice_has_the_higher_peak() -> None:
-    told = history(
+    trace = history(
         alloc(1, 512),
         free(1),
         alloc(2, 2048),
         free(2),
         phases=[Span("step", 0, 2), Span("step", 2, 4)],
     )
-    assert compositions(told)["step"].total == 2048
+    assert compositions(trace)["step"].total == 2048
 
 
-def operators(told: History) -> list[str | None]:
-    return [site.operator for site in composition(told).sites]
+def operators(trace: History) -> list[str | None]:
+    return [site.operator for site in composition(trace).sites]
 
 
 def test_a_buffer_of_sharding_overlaps_the_module_that_computes() -> None:
     gathered = Made("all-gather of layers.1", kind="buffer")
-    told = history(
+    trace = history(
         alloc(1, 2048, gathered), alloc(2, 512), modules=[(0, "layers.0"), (1, "layers.0.mlp")]
     )
-    assert operators(told) == ["all-gather of layers.1 overlaps layers.0", "torch.mm"]
-    # Its own module, one inside or around it, and the root, which has all modules, are none.
+    assert operators(trace) == ["all-gather of layers.1 overlaps layers.0", "torch.mm"]
+    # Its own module, one inside or around it, and the root, which contains all, do not count.
     for path in ("layers.1", "layers.1.mlp", "layers", ""):
-        told = history(alloc(1, 2048, gathered), modules=[(0, path)])
-        assert operators(told) == ["all-gather of layers.1"]
+        trace = history(alloc(1, 2048, gathered), modules=[(0, path)])
+        assert operators(trace) == ["all-gather of layers.1"]
     whole = Made("all-gather of the root", kind="buffer")
     assert operators(history(alloc(1, 2048, whole), modules=[(0, "layers.0")])) == [
         "all-gather of the root"
     ]
 
 
-def test_in_backward_that_is_the_module_whose_node_runs() -> None:
-    told = history(
+def test_a_buffer_overlaps_in_backward_the_module_of_the_running_node() -> None:
+    trace = history(
         alloc(1, 512, Made(sequence=5)),
         alloc(2, 512, Made("MmBackward0", node="MmBackward0", sequence=4)),
         alloc(3, 2048, Made("reduce-scatter of layers.3", kind="buffer", node="Hook")),
         modules=[(0, "layers.2"), (1, "")],
     )
-    assert "reduce-scatter of layers.3 overlaps layers.2" in operators(told)
+    assert "reduce-scatter of layers.3 overlaps layers.2" in operators(trace)
 
 
-def test_an_address_is_what_was_seen_there_while_the_block_lived() -> None:
-    told = history(
+def test_an_observation_counts_for_the_block_that_was_live() -> None:
+    trace = history(
         alloc(1, 512),
         free(1),
         alloc(1, 1024),
@@ -129,55 +129,55 @@ def test_an_address_is_what_was_seen_there_while_the_block_lived() -> None:
             Observation(3, 1, "parameters", "head", "weight"),
         ],
     )
-    assert composition(told).categories == {"parameters": 1024}
+    assert composition(trace).categories == {"parameters": 1024}
 
 
-def test_a_parameter_that_is_passed_to_a_module_stays_a_parameter() -> None:
+def test_a_parameter_passed_to_a_module_remains_a_parameter() -> None:
     seen = [Observation(1, 1, "parameters", "emb", "weight"), Observation(1, 1, "inputs", "", "")]
-    told = history(alloc(1, 512), observations=seen)
-    assert composition(told).categories == {"parameters": 512}
+    trace = history(alloc(1, 512), observations=seen)
+    assert composition(trace).categories == {"parameters": 512}
 
 
-def test_what_outlives_forward_is_an_activation_and_what_does_not_is_a_temporary() -> None:
-    told = history(
+def test_a_block_that_outlives_forward_is_an_activation() -> None:
+    trace = history(
         alloc(1, 512),
         alloc(2, 1024),
         free(1),
         free(2),
         automatic=[Span("forward", 0, 3), Span("backward", 3, 4)],
     )
-    assert composition(told).categories == {"activations": 1024, "temporaries": 512}
+    assert composition(trace).categories == {"activations": 1024, "temporaries": 512}
 
 
-def test_backward_leaves_gradients() -> None:
+def test_blocks_that_backward_leaves_are_gradients() -> None:
     backward = Made(node="MmBackward0")
-    told = history(
+    trace = history(
         alloc(1, 512, backward),
         alloc(2, 1024, backward),
         free(1),
         automatic=[Span("backward", 0, 3)],
     )
-    assert composition(told).categories == {"gradients": 1024, "temporaries": 512}
+    assert composition(trace).categories == {"gradients": 1024, "temporaries": 512}
 
 
 def test_a_module_that_runs_again_within_backward_makes_activations() -> None:
-    told = history(
+    trace = history(
         alloc(1, 512),
         free(1),
         automatic=[Span("backward", 0, 2)],
         modules=[(0, "block"), (1, "")],
     )
-    assert composition(told).categories == {"activations": 512}
+    assert composition(trace).categories == {"activations": 512}
 
 
-def test_a_library_has_a_workspace_and_no_line() -> None:
-    told = history(alloc(1, 512, Made(library="cuBLAS")), automatic=[Span("forward", 0, 1)])
-    (site,) = composition(told).sites
+def test_a_workspace_has_a_library_and_no_line() -> None:
+    trace = history(alloc(1, 512, Made(library="cuBLAS")), automatic=[Span("forward", 0, 1)])
+    (site,) = composition(trace).sites
     assert (site.category, site.operator, site.site) == ("workspace", "cuBLAS", None)
 
 
-def test_outside_modules_a_tensor_is_by_what_made_it() -> None:
-    told = history(
+def test_a_tensor_outside_modules_has_the_category_of_its_origin() -> None:
+    trace = history(
         alloc(1, 512, Made(kind="copy")),
         alloc(2, 1024, Made(kind="factory")),
         alloc(3, 2048),
@@ -185,7 +185,7 @@ def test_outside_modules_a_tensor_is_by_what_made_it() -> None:
         free(4),
         automatic=[Span("backward", 5, 5)],
     )
-    assert composition(told).categories == {
+    assert composition(trace).categories == {
         "inputs": 512,
         "activations": 2048,
         "temporaries": 4096,
@@ -194,13 +194,13 @@ def test_outside_modules_a_tensor_is_by_what_made_it() -> None:
 
 
 def test_blocks_of_one_line_and_layer_are_one_site() -> None:
-    told = history(
+    trace = history(
         alloc(1, 512),
         alloc(2, 1024),
         automatic=[Span("forward", 0, 2)],
         modules=[(0, "blocks.0.attn"), (1, "blocks.11.attn")],
     )
-    (site,) = composition(told).sites
+    (site,) = composition(trace).sites
     assert (site.bytes, site.count, site.site) == (1536, 2, "model.py:7")
     assert (site.module, site.operator, site.dtype) == ("blocks.*.attn", "torch.mm", "float32")
 
@@ -210,19 +210,19 @@ def test_backward_is_traced_to_the_forward_line_by_autograd_s_number() -> None:
     backward = Made(
         node="MmBackward0", sequence=7, source_line=("/home/me/project/t.py", 1, "test")
     )
-    told = history(
+    trace = history(
         alloc(1, 512, forward),
         free(1),
         alloc(2, 1024, backward),
         automatic=[Span("backward", 1, 3)],
         modules=[(0, "blocks.0"), (1, "")],
     )
-    (site,) = composition(told).sites
+    (site,) = composition(trace).sites
     assert (site.site, site.module, site.operator) == ("model.py:3", "blocks.*", "MmBackward0")
 
 
 def test_a_fixture_that_the_body_asked_for_counts_as_held_before() -> None:
-    told = history(
+    trace = history(
         alloc(1, 512),
         free(1),
         alloc(2, 4096),
@@ -232,7 +232,7 @@ def test_a_fixture_that_the_body_asked_for_counts_as_held_before() -> None:
         phases=[Span("call", 0, 5)],
     )
     # What only the fixture's set-up needed, 4,096 bytes, belongs to no phase.
-    assert composition(told).total == 1024 + 512
+    assert composition(trace).total == 1024 + 512
 
 
 def test_paths_are_never_those_of_the_machine() -> None:
@@ -242,7 +242,7 @@ def test_paths_are_never_those_of_the_machine() -> None:
     assert [site.site for site in sites] == ["thing.py:6", "lib/nn.py:5"]
 
 
-def test_what_the_allocator_adds_is_other() -> None:
-    told = with_rest_as_other(composition(history(alloc(1, 512, Made(kind="copy")))), 1024)
-    assert told.categories == {"inputs": 512, "other": 512}
-    assert told.total == sum(site.bytes for site in told.sites) == 1024
+def test_bytes_that_the_allocator_adds_are_other() -> None:
+    whole = with_rest_as_other(composition(history(alloc(1, 512, Made(kind="copy")))), 1024)
+    assert whole.categories == {"inputs": 512, "other": 512}
+    assert whole.total == sum(site.bytes for site in whole.sites) == 1024

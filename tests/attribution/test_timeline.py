@@ -1,4 +1,4 @@
-"""Time lines of blocks, worked out by hand: however short, no peak is lost."""
+"""Time lines of blocks, computed by hand; however they are shortened, no peak is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.attribution.test_history import Made, alloc, free, history
 
 
 def test_a_short_time_line_has_every_event() -> None:
-    told = history(
+    trace = history(
         alloc(1, 512),
         alloc(2, 1024, Made("torch.add", ("/home/me/project/train.py", 9, "step"))),
         free(1),
@@ -21,7 +21,7 @@ def test_a_short_time_line_has_every_event() -> None:
         phases=[Span("call", 0, 3), Span("forward", 0, 2)],
         observations=[Observation(1, 7, "parameters", "head", "weight")],
     )
-    assert timeline_of(told) == {
+    assert timeline_of(trace) == {
         "events": 3,
         "positions": [0, 1, 2, 3],
         "categories": {
@@ -35,7 +35,7 @@ def test_a_short_time_line_has_every_event() -> None:
     }
 
 
-def test_nothing_that_happened_is_no_time_line() -> None:
+def test_a_history_without_events_has_no_time_line() -> None:
     assert timeline_of(history(held=[(7, 2048, None)])) is None
 
 
@@ -51,12 +51,12 @@ def test_a_long_one_keeps_the_peak_of_every_phase_exactly(seed: int) -> None:
             live.append(address)
             events.append(alloc(address, 512 * draw.randint(1, 1000)))
     spans = [Span("call", 0, 20_000), Span("forward", 777, 9_123), Span("step", 9_200, 9_205)]
-    told = history(*events, phases=spans)
-    line = timeline_of(told)
+    trace = history(*events, phases=spans)
+    line = timeline_of(trace)
     assert line is not None
     positions = line["positions"]
     assert len(positions) <= 2 * timeline.BUCKETS + 2 + len(spans)
-    exact = told.allocated()
+    exact = trace.allocated()
     sums = [sum(series) for series in zip(*line["categories"].values(), strict=True)]
     assert sums == [exact[position] for position in positions]
     for span in spans:
@@ -78,21 +78,21 @@ def test_a_phase_that_is_entered_often_keeps_its_longest_windows() -> None:
     assert min(end - begin for _, begin, end in line["phases"]) == 3
 
 
-def test_what_is_reserved_stands_beside_it_without_what_others_held() -> None:
-    told = history(alloc(1, 512), free(1))
-    told.reserved = [4096, 2 << 20, 2 << 20]
-    told.split = [3584, (2 << 20) - 512, 0]
-    line = timeline_of(told, stray_reserved=4096)
+def test_reserved_bytes_of_a_time_line_exclude_stray_ones() -> None:
+    trace = history(alloc(1, 512), free(1))
+    trace.reserved = [4096, 2 << 20, 2 << 20]
+    trace.split = [3584, (2 << 20) - 512, 0]
+    line = timeline_of(trace, stray_reserved=4096)
     assert line is not None
     assert line["reserved"] == [0, (2 << 20) - 4096, (2 << 20) - 4096]
     assert line["split"] == [3584, (2 << 20) - 512, 0]
 
 
-def test_the_most_that_was_reserved_is_kept_however_long_it_took() -> None:
-    told = history(*(alloc(number, 512) for number in range(9_000)))
-    told.reserved = [1 << 20] * 9_001
-    told.reserved[4_321] = 1 << 30
-    line = timeline_of(told)
+def test_the_peak_of_reserved_bytes_is_kept_in_a_long_time_line() -> None:
+    trace = history(*(alloc(number, 512) for number in range(9_000)))
+    trace.reserved = [1 << 20] * 9_001
+    trace.reserved[4_321] = 1 << 30
+    line = timeline_of(trace)
     assert line is not None
     assert max(line["reserved"]) == 1 << 30
     assert 4_321 in line["positions"]

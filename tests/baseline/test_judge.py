@@ -58,12 +58,12 @@ def failures(judgement: Judgement) -> list[tuple[str, str, str | None]]:
     return [(verdict.kind, verdict.metric, verdict.phase) for verdict in broken(judgement)]
 
 
-def test_a_test_without_expectations_and_baseline_passes_and_is_said_to_have_none() -> None:
+def test_a_test_without_expectation_passes_as_without_baseline() -> None:
     assert judged(measured(512)) == Judgement((), (), missing_baseline=True)
 
 
 @pytest.mark.parametrize(("peak", "passed"), [(1000, True), (1001, False)])
-def test_the_limit_itself_passes(peak: int, passed: bool) -> None:
+def test_a_peak_equal_to_the_limit_passes(peak: int, passed: bool) -> None:
     (verdict,) = judged(measured(peak), Expectation(max=1000)).verdicts
     assert (verdict.kind, verdict.limit, verdict.actual, verdict.passed) == (
         "limit",
@@ -75,7 +75,7 @@ def test_the_limit_itself_passes(peak: int, passed: bool) -> None:
     assert (verdict.simulated, verdict.gpu, verdict.device) == (True, "T4", "cuda:0")
 
 
-def test_a_limit_of_zero_is_a_limit() -> None:
+def test_a_limit_of_zero_is_judged() -> None:
     judgement = judged(measured(512, leaked=512), Expectation(max=0, max_reserved=0, max_leak=0))
     assert failures(judgement) == [
         ("limit", "peak_allocated", None),
@@ -98,7 +98,7 @@ def test_each_phase_has_its_limit() -> None:
     assert failures(judgement) == [("limit", "peak_allocated", "backward")]
 
 
-def test_a_limited_phase_that_did_not_run_fails_and_names_those_that_did() -> None:
+def test_a_limited_phase_that_did_not_run_fails_with_those_that_did() -> None:
     measurement = measured(3000, phases={"forward": 2000, "backward": 3000})
     (verdict,) = broken(judged(measurement, Expectation(phases={"fwd": 4000})))
     assert verdict.short == (
@@ -111,7 +111,7 @@ def test_a_limited_phase_that_did_not_run_fails_and_names_those_that_did() -> No
     assert "phases that ran: none" in verdict.short
 
 
-def test_a_phase_limit_of_the_whole_project_does_not_make_every_test_have_that_phase() -> None:
+def test_a_phase_limit_of_the_project_does_not_require_the_phase() -> None:
     project = {"forward": 1000}
     expectation = Expectation(phases=project)
     assert not judged(measured(3000), expectation, default_phases=project).verdicts
@@ -124,14 +124,14 @@ def test_a_phase_limit_of_the_whole_project_does_not_make_every_test_have_that_p
 @pytest.mark.parametrize(
     ("leaked", "expected"), [(512, [True]), (513, [False]), (-512, [True]), (None, [])]
 )
-def test_a_leak_is_judged_only_where_it_could_be_seen(
+def test_a_leak_is_judged_only_where_it_was_measured(
     leaked: int | None, expected: list[bool]
 ) -> None:
     judgement = judged(measured(1024, leaked=leaked), Expectation(max_leak=512))
     assert [verdict.passed for verdict in judgement.verdicts] == expected
 
 
-def test_a_leak_nobody_asked_about_is_no_verdict() -> None:
+def test_a_leak_without_a_limit_is_no_verdict() -> None:
     assert not judged(measured(1024, leaked=1024)).verdicts
 
 
@@ -170,7 +170,7 @@ def test_measured_numbers_may_differ_by_one_per_cent_and_one_mib(
     assert bool(judgement.improvements) is improved
 
 
-def test_the_tests_own_tolerance_wins_over_the_default() -> None:
+def test_the_test_s_tolerance_wins_over_the_default() -> None:
     own, exact = (Expectation(tolerance=Tolerance(0.0, floor)) for floor in (100, 0))
     (verdict,) = judged(measured(1000, simulated=False), own, stored(1000)).verdicts
     assert verdict.limit == 1100
@@ -178,7 +178,7 @@ def test_the_tests_own_tolerance_wins_over_the_default() -> None:
     assert verdict.limit == 1000
 
 
-def test_each_phase_that_both_know_is_compared_and_a_new_one_is_fine() -> None:
+def test_each_common_phase_is_compared_and_a_new_one_passes() -> None:
     measurement = measured(5000, phases={"forward": 3000, "backward": 5000, "step": 9999})
     judgement = judged(measurement, baseline=stored(5000, forward=2999, backward=5001))
     assert failures(judgement) == [("baseline", "peak_allocated", "forward")]
@@ -200,12 +200,12 @@ def test_a_phase_of_the_baseline_that_no_longer_runs_fails() -> None:
     )
 
 
-def test_a_phase_that_needed_nothing_must_run_too() -> None:
+def test_a_baseline_phase_of_zero_bytes_must_run_too() -> None:
     (verdict,) = broken(judged(measured(512), baseline=stored(512, forward=0)))
     assert verdict.short.startswith("phase forward did not run, so its baseline of 0 B")
 
 
-def test_a_baseline_of_nothing_has_only_its_floor_to_give() -> None:
+def test_a_baseline_of_zero_is_allowed_only_the_floor() -> None:
     measurement = measured(512, simulated=False, phases={"forward": MIB + 1, "freed": 0, "gone": 0})
     judgement = judged(measurement, baseline=stored(512, forward=0, freed=-4096, missing=-2 * MIB))
     assert [(verdict.phase, verdict.limit) for verdict in judgement.verdicts] == [
@@ -246,7 +246,7 @@ def test_baseline_false_is_never_compared() -> None:
     assert judged(measured(512), Expectation(baseline=False), stored(1)) == Judgement()
 
 
-def test_what_other_environments_know_is_shown_and_never_compared() -> None:
+def test_baselines_of_other_environments_are_shown_and_not_compared() -> None:
     judgement = judged(measured(5000), elsewhere=[(A10, stored(1))])
     assert not judgement.verdicts
     assert missing_text(T4, []) == "none is stored for sim-T4-torch2.13"
@@ -256,7 +256,7 @@ def test_what_other_environments_know_is_shown_and_never_compared() -> None:
     )
 
 
-def test_while_all_baselines_are_updated_none_is_compared_or_missed() -> None:
+def test_an_update_of_all_baselines_compares_and_misses_none() -> None:
     strict = Expectation(baseline=True, max=100)
     changed = judged(measured(5000), strict, stored(1000), update="all")
     assert failures(changed) == [("limit", "peak_allocated", None)]
@@ -266,19 +266,19 @@ def test_while_all_baselines_are_updated_none_is_compared_or_missed() -> None:
     assert missing.missing_baseline
 
 
-def test_while_only_new_baselines_are_written_the_others_are_compared() -> None:
+def test_an_update_of_new_baselines_compares_the_existing_ones() -> None:
     assert not broken(judged(measured(50), Expectation(baseline=True), update="new"))
     assert failures(judged(measured(50), None, stored(40), update="new")) == [
         ("baseline", "peak_allocated", None)
     ]
 
 
-def test_a_single_byte_is_something_and_less_than_nothing_is_not() -> None:
+def test_a_positive_peak_is_measured_and_a_negative_one_is_nothing() -> None:
     assert not broken(judged(measured(1)))
     assert failures(judged(measured(-512))) == [("nothing_measured", "peak_allocated", None)]
 
 
-def test_nothing_measured_is_the_only_verdict() -> None:
+def test_nothing_measured_excludes_other_verdicts() -> None:
     everything = Expectation(max=1, max_leak=0, phases={"forward": 1}, baseline=True)
     judgement = judged(measured(0), everything, stored(1000, forward=10), require_baseline=True)
     assert failures(judgement) == [("nothing_measured", "peak_allocated", None)]
@@ -286,12 +286,12 @@ def test_nothing_measured_is_the_only_verdict() -> None:
     assert not judgement.missing_baseline
 
 
-def test_nothing_on_this_device_is_fine_where_the_test_used_another() -> None:
+def test_a_device_without_memory_passes_where_another_was_used() -> None:
     judgement = judged(measured(0), Expectation(max=1, baseline=False), used_elsewhere=True)
     assert [verdict.passed for verdict in judgement.verdicts] == [True]
 
 
-def test_default_tolerances() -> None:
+def test_default_tolerances_of_real_and_simulated_devices() -> None:
     assert str(default_tolerance_for(exact=True)) == "0"
     assert str(default_tolerance_for(exact=False)) == "1% + 1MiB"
 

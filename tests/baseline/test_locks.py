@@ -1,4 +1,4 @@
-"""Several jobs that write the baselines of one folder at once."""
+"""Several processes that write the baselines of one folder at once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def started(script: str, store: BaselineStore, *args: str) -> subprocess.Popen[s
 
 @contextmanager
 def holder(store: BaselineStore) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of the module's file, a draft half written."""
+    """Start a process that holds the lock of the module's file, with a half-written draft."""
     with started(HOLD, store) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "holding\n"
@@ -89,7 +89,7 @@ def test_processes_that_write_one_file_at_once_lose_nothing(store: BaselineStore
     assert files(store.root) == ["sim-T4-torch2.13/tests/test_a.py.json"]
 
 
-def test_what_another_wrote_between_reading_and_writing_is_kept(store: BaselineStore) -> None:
+def test_a_change_between_reading_and_writing_is_kept(store: BaselineStore) -> None:
     seen = []
 
     def edit(tests: MutableMapping[str, BaselineEntry]) -> None:
@@ -103,7 +103,7 @@ def test_what_another_wrote_between_reading_and_writing_is_kept(store: BaselineS
     assert store.load(T4, MODULE) == {"test_ours": entry(1), "test_theirs": entry(2)}
 
 
-def test_a_lock_that_is_held_is_an_error_that_says_who_holds_it(store: BaselineStore) -> None:
+def test_a_held_lock_is_an_error_that_names_the_holder(store: BaselineStore) -> None:
     with holder(store) as process:
         with pytest.raises(BaselineError) as error:
             store.write(T4, MODULE, {"test": entry(1)})
@@ -118,7 +118,7 @@ def test_a_lock_that_is_held_is_an_error_that_says_who_holds_it(store: BaselineS
         assert not path.exists()
 
 
-def test_a_writer_that_is_killed_leaves_no_lock_and_its_draft_goes(store: BaselineStore) -> None:
+def test_a_killed_writer_leaves_no_lock_and_its_draft_is_deleted(store: BaselineStore) -> None:
     store.write(T4, MODULE, {"test_old": entry(1)})
     with holder(store) as process:
         process.kill()
@@ -133,7 +133,7 @@ def test_a_writer_that_is_killed_leaves_no_lock_and_its_draft_goes(store: Baseli
 
 
 @pytest.mark.skipif(which("git") is None, reason="needs git")
-def test_git_sees_nothing_of_a_lock_nor_of_what_a_killed_writer_left(store: BaselineStore) -> None:
+def test_git_ignores_locks_and_drafts_of_killed_writers(store: BaselineStore) -> None:
     def status() -> str:
         command = ["git", "-C", str(store.root), "status", "--porcelain", "--untracked-files=all"]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -158,7 +158,7 @@ def test_a_lock_of_a_file_system_without_flock_is_a_file_that_names_its_holder(
     monkeypatch.setattr("fcntl.flock", missing)
     store.write(T4, MODULE, {"test": entry(1)})
     assert files(store.root) == ["sim-T4-torch2.13/tests/test_a.py.json"]
-    # Of a process of another host nobody here can tell whether it lives.
+    # Whether a process of another host lives is unknown.
     folder = store.root / FOLDER
     (folder / "lock").write_text("123\nelsewhere\n")
     (folder / "holder").write_text("process 123 on elsewhere")

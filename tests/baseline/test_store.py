@@ -96,7 +96,7 @@ def names(folder: Path) -> list[str]:
 
 
 def refused(store: BaselineStore, path: Path) -> str:
-    """The sentence with which a file is refused, by reading and by writing, which leaves it."""
+    """Return the sentence that refuses a file on reading and writing; the file is unchanged."""
     before = path.read_bytes()
     with pytest.raises(BaselineError) as reading:
         store.load(T4, MODULE)
@@ -110,7 +110,7 @@ def refused(store: BaselineStore, path: Path) -> str:
     return sentence
 
 
-def test_a_file_stands_under_its_environment_and_module_and_is_sorted(
+def test_a_file_is_sorted_and_named_by_environment_and_module(
     store: BaselineStore, path: Path
 ) -> None:
     assert store.write(T4, MODULE, {"test_other": OTHER, "TestNet::test_step[8]": STEP}) == path
@@ -118,7 +118,7 @@ def test_a_file_stands_under_its_environment_and_module_and_is_sorted(
     assert names(path.parent) == ["test_model.py.json"]
 
 
-def test_what_was_written_is_read_back(store: BaselineStore) -> None:
+def test_written_entries_are_read_back(store: BaselineStore) -> None:
     tests = {"test_other": OTHER, "TestNet::test_step[8]": STEP}
     store.write(T4, MODULE, tests)
     assert store.load(T4, MODULE) == tests
@@ -126,13 +126,13 @@ def test_what_was_written_is_read_back(store: BaselineStore) -> None:
     assert store.entry(T4, MODULE, "TestNet::test_step[9]") is None
 
 
-def test_there_is_nothing_where_nothing_was_written(store: BaselineStore) -> None:
+def test_a_store_without_files_has_no_entries(store: BaselineStore) -> None:
     assert store.load(T4, MODULE) == {}
     assert store.modules(T4) == []
     assert store.elsewhere(MODULE, "test_other", T4) == []
 
 
-def test_a_file_that_would_say_the_same_is_left_alone(store: BaselineStore, path: Path) -> None:
+def test_a_file_with_equal_content_is_not_written(store: BaselineStore, path: Path) -> None:
     tests = {"test_other": OTHER, "TestNet::test_step[8]": STEP}
     windows = WRITTEN.replace("\n", "\r\n").encode()
     path.parent.mkdir(parents=True)
@@ -141,7 +141,7 @@ def test_a_file_that_would_say_the_same_is_left_alone(store: BaselineStore, path
     assert path.read_bytes() == windows
 
 
-def test_the_last_entry_takes_its_file_and_empty_folders_with_it(
+def test_the_last_entry_is_deleted_with_its_file_and_empty_folders(
     store: BaselineStore, path: Path
 ) -> None:
     store.write(T4, MODULE, {"test_other": OTHER})
@@ -185,7 +185,7 @@ def measured(phase_sites: tuple[Site, ...]) -> Measurement:
     )
 
 
-def test_an_entry_holds_what_was_measured() -> None:
+def test_an_entry_has_the_measured_numbers() -> None:
     half = replace(SITE, bytes=2048, count=1, module=None)
     entry = BaselineEntry.of(measured((half,)))
     assert entry.to_dict() == {
@@ -235,7 +235,7 @@ def test_a_phase_whose_peak_is_the_test_s_own_stores_it_once() -> None:
     assert entry.peak_of("forward") == entry.peak_of(None) == PEAK
 
 
-def test_a_site_stands_on_a_line_of_its_own(store: BaselineStore, path: Path) -> None:
+def test_a_site_is_written_on_one_line(store: BaselineStore, path: Path) -> None:
     store.write(T4, MODULE, {"test_other": replace(OTHER, peak=PEAK)})
     lines = [line.strip() for line in path.read_text().splitlines()]
     assert (
@@ -246,7 +246,7 @@ def test_a_site_stands_on_a_line_of_its_own(store: BaselineStore, path: Path) ->
     assert BaselineStore(store.root).load(T4, MODULE)["test_other"].peak == PEAK
 
 
-def test_what_holds_the_bytes_is_kept_and_counts_as_a_change(store: BaselineStore) -> None:
+def test_the_composition_is_stored_and_counts_as_a_change(store: BaselineStore) -> None:
     known = replace(OTHER, peak=PEAK)
     assert store.write(T4, MODULE, {"test_other": OTHER})
     assert store.write(T4, MODULE, {"test_other": known})
@@ -315,7 +315,7 @@ def test_a_damaged_or_foreign_file_is_one_sentence_and_never_overwritten(
     assert sentence.endswith("; restore it from version control or delete it")
 
 
-def test_bytes_that_are_no_text_are_refused(store: BaselineStore, path: Path) -> None:
+def test_bytes_that_are_not_utf_8_are_refused(store: BaselineStore, path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(b"\x89PNG\xff\xfe")
     assert "not valid JSON (" in refused(store, path)
@@ -343,13 +343,13 @@ def test_a_driver_update_keeps_the_baselines(store: BaselineStore) -> None:
     assert store.load(replace(T4, driver="570.2"), MODULE) == {"test_other": OTHER}
 
 
-def test_what_does_not_follow_the_schema_is_not_written(store: BaselineStore, path: Path) -> None:
+def test_an_entry_that_breaks_the_schema_is_not_written(store: BaselineStore, path: Path) -> None:
     with pytest.raises(BaselineError, match=r"was not written: -1 is less than the minimum of 0"):
         store.write(T4, MODULE, {"test_other": replace(OTHER, peak_allocated=-1)})
     assert not path.exists()
 
 
-def test_a_folder_in_the_place_of_the_file(store: BaselineStore, path: Path) -> None:
+def test_a_folder_in_the_place_of_the_file_is_refused(store: BaselineStore, path: Path) -> None:
     path.mkdir(parents=True)
     for act in (lambda: store.load(T4, MODULE), lambda: store.write(T4, MODULE, {"t": OTHER})):
         with pytest.raises(BaselineError, match=r"is not a file; move it away$"):
@@ -364,7 +364,7 @@ def test_a_pipe_in_the_place_of_the_file_does_not_hang(store: BaselineStore, pat
         store.load(T4, MODULE)
 
 
-def test_a_file_in_the_place_of_the_folder(store: BaselineStore) -> None:
+def test_a_file_in_the_place_of_the_folder_is_refused(store: BaselineStore) -> None:
     store.root.write_text("mine")
     for act in (lambda: store.load(T4, MODULE), lambda: store.write(T4, MODULE, {"t": OTHER})):
         with pytest.raises(BaselineError, match=r"cannot be read: Not a directory; check "):
@@ -386,7 +386,7 @@ def test_a_symbolic_link_is_read_but_not_written_through(
     assert target.read_text() == WRITTEN
 
 
-def test_a_link_that_leads_nowhere_is_no_baseline_and_stays(
+def test_a_broken_symbolic_link_is_no_baseline_and_is_kept(
     store: BaselineStore, path: Path, tmp_path: Path
 ) -> None:
     path.parent.mkdir(parents=True)
@@ -400,7 +400,7 @@ def test_a_link_that_leads_nowhere_is_no_baseline_and_stays(
         store.load(T4, MODULE)
 
 
-def test_a_linked_folder_is_a_folder(store: BaselineStore, tmp_path: Path) -> None:
+def test_a_symbolic_link_to_a_folder_is_followed(store: BaselineStore, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     store.root.symlink_to(tmp_path / "elsewhere")
     store.write(T4, MODULE, {"test_other": OTHER})
@@ -430,7 +430,7 @@ def test_a_write_that_fails_is_one_sentence_and_leaves_the_old_file_alone(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_may_not_be_written(store: BaselineStore, path: Path) -> None:
+def test_a_read_only_folder_is_an_error(store: BaselineStore, path: Path) -> None:
     put(path, WRITTEN).parent.chmod(0o555)
     with pytest.raises(BaselineError, match="cannot be written: Permission denied; check "):
         store.write(T4, MODULE, {"test_other": OTHER})
@@ -449,7 +449,7 @@ def test_a_new_file_has_the_permissions_that_the_umask_leaves(
 
 
 @pytest.mark.parametrize("module", ["/abs/test_a.py", "../test_a.py", "tests/../../x.py", ""])
-def test_a_module_outside_the_rootdir_has_no_place(store: BaselineStore, module: str) -> None:
+def test_a_module_outside_the_rootdir_is_refused(store: BaselineStore, module: str) -> None:
     with pytest.raises(BaselineError, match="lies outside pytest's rootdir") as caught:
         store.write(T4, module, {"test_other": OTHER})
     assert repr(module) in str(caught.value)
@@ -479,7 +479,7 @@ def test_readers_see_whole_files_while_two_write(store: BaselineStore, path: Pat
     assert names(path.parent) == ["test_model.py.json"]
 
 
-def test_loading_reads_a_file_once_and_editing_anew(store: BaselineStore, path: Path) -> None:
+def test_loading_caches_a_file_and_editing_reads_it_again(store: BaselineStore, path: Path) -> None:
     put(path, WRITTEN)
     assert len(store.load(T4, MODULE)) == 2
     BaselineStore(store.root).write(T4, MODULE, {"test_other": OTHER})
@@ -488,7 +488,7 @@ def test_loading_reads_a_file_once_and_editing_anew(store: BaselineStore, path: 
     assert len(store.load(T4, MODULE)) == 1
 
 
-def test_other_environments_are_known_for_display(store: BaselineStore) -> None:
+def test_entries_of_other_environments_can_be_listed(store: BaselineStore) -> None:
     h100 = replace(T4, gpu="H100")
     store.write(h100, MODULE, {"test_other": STEP})
     store.write(A10, MODULE, {"test_other": OTHER})
@@ -500,7 +500,7 @@ def test_other_environments_are_known_for_display(store: BaselineStore) -> None:
     assert store.elsewhere("tests/test_b.py", "test_other", T4) == []
 
 
-def test_the_modules_of_an_environment(store: BaselineStore) -> None:
+def test_the_modules_of_an_environment_are_listed(store: BaselineStore) -> None:
     for module in ("tests/b/test_a.py", "test_top.py"):
         store.write(T4, module, {"test_other": OTHER})
     store.write(A10, MODULE, {"test_other": OTHER})
@@ -518,7 +518,7 @@ def test_a_folder_is_read_from_its_root_or_from_one_environment(store: BaselineS
     assert (module, dict(content.tests)) == (MODULE, {"test_other": OTHER})
 
 
-def test_a_folder_that_holds_no_baselines_or_misplaced_ones(
+def test_a_folder_without_baselines_or_with_misplaced_ones_is_refused(
     store: BaselineStore, path: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(BaselineError, match="holds no baselines; record some with pytest --gpum"):
@@ -549,7 +549,7 @@ def test_a_node_id_is_a_module_and_an_id_without_xdists_group(
     assert split_nodeid(nodeid) == parts
 
 
-def test_the_schema_knows_every_field() -> None:
+def test_the_schema_has_every_field() -> None:
     schema = json.loads(files("pytest_gpumem.baseline").joinpath("schema.json").read_text())
     environment, test = schema["$defs"]["environment"], schema["$defs"]["test"]
     assert set(environment["properties"]) == {field.name for field in fields(Environment)}

@@ -1,4 +1,4 @@
-"""Which stored entries no test uses, and which test has probably taken the place of each."""
+"""Stored entries that no test uses, and the probable successor of each."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def successors(
     return {one.nodeid: (one.successor, one.same) for one in found}
 
 
-def test_what_every_test_uses_is_not_unused(store: BaselineStore) -> None:
+def test_entries_of_existing_tests_are_not_unused(store: BaselineStore) -> None:
     assert successors(store, {"a.py::test_x": 512}, {"a.py::test_x": 1024}) == {}
 
 
-def test_a_moved_test_keeps_its_name_and_a_renamed_one_its_numbers(store: BaselineStore) -> None:
+def test_a_moved_test_is_found_by_name_and_a_renamed_one_by_numbers(store: BaselineStore) -> None:
     stored = {"a.py::test_size[1]": 512, "a.py::test_size[2]": 1024, "a.py::test_step": 4096}
     now = {"b.py::test_size[2]": 1024, "b.py::test_size[1]": 512, "a.py::test_step_twice": 4096}
     assert successors(store, stored, now) == {
@@ -64,19 +64,19 @@ def test_a_moved_test_keeps_its_name_and_a_renamed_one_its_numbers(store: Baseli
     }
 
 
-def test_numbers_alone_tell_a_test_only_where_nobody_else_has_them(store: BaselineStore) -> None:
+def test_numbers_identify_a_test_only_where_they_are_unique(store: BaselineStore) -> None:
     now = {"b.py::test_other": 3 * MIB}
     assert successors(store, {"a.py::test_x": 3 * MIB}, now) == {
         "a.py::test_x": ("b.py::test_other", True)
     }
-    # Small ones are those of many tests.
+    # Small numbers occur in many tests.
     assert successors(store, {"c.py::test_y": 512}, {"b.py::test_else": 512})["c.py::test_y"] == (
         None,
         False,
     )
 
 
-def test_a_similar_name_with_other_numbers_is_a_guess(store: BaselineStore) -> None:
+def test_a_similar_name_with_other_numbers_is_an_uncertain_successor(store: BaselineStore) -> None:
     now = {"a.py::test_long_sequence": 8192, "a.py::test_b": 512}
     assert successors(store, {"a.py::test_long_sequences": 4096, "a.py::test_a": 1024}, now) == {
         "a.py::test_a": (None, False),
@@ -84,7 +84,7 @@ def test_a_similar_name_with_other_numbers_is_a_guess(store: BaselineStore) -> N
     }
 
 
-def test_a_test_takes_the_place_of_one_only(store: BaselineStore) -> None:
+def test_a_test_is_the_successor_of_only_one_entry(store: BaselineStore) -> None:
     stored = {"a.py::test_size[1]": 512, "a.py::test_size[2]": 512}
     found = successors(store, stored, {"a.py::test_sizes[1]": 512})
     assert found == {
@@ -93,7 +93,7 @@ def test_a_test_takes_the_place_of_one_only(store: BaselineStore) -> None:
     }
 
 
-def test_other_environments_and_modules_that_were_not_collected_do_not_count(
+def test_other_environments_and_uncollected_modules_do_not_count(
     store: BaselineStore,
 ) -> None:
     store.write(L4, "a.py", {"test_x": BaselineEntry(512, 512, 0, 0)})
@@ -112,7 +112,7 @@ class TestNet:
 """
 
 
-def test_what_stands_in_the_module_is_not_gone(tmp_path: Path) -> None:
+def test_a_function_that_its_module_defines_is_not_gone(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(SOURCE)
     collected = Collected(tmp_path, ["a.py::test_seen[1]", "a.py::TestNet::test_other"])
     gone, doubts = collected.gone(
@@ -126,7 +126,7 @@ def test_what_stands_in_the_module_is_not_gone(tmp_path: Path) -> None:
     }
 
 
-def test_options_that_narrow_collection_leave_everything_in_doubt(tmp_path: Path) -> None:
+def test_options_that_narrow_collection_make_every_entry_uncertain(tmp_path: Path) -> None:
     narrowed = "-o python_functions was given"
     collected = Collected(tmp_path, ["a.py::test_x"], narrowed=narrowed)
     assert collected.gone("a.py", ["test_x", "test_y"]) == (

@@ -42,7 +42,7 @@ def peaks(store: BaselineStore, module: str = MODULE) -> dict[str, int]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> BaselineStore:
-    """Two stored tests of one module."""
+    """Return a store with two tests of one module."""
     store = BaselineStore(tmp_path / "baselines")
     store.write(T4, MODULE, {"test_old": entry(1000), "test_same": entry(4096)})
     return store
@@ -53,7 +53,7 @@ def path(store: BaselineStore) -> Path:
     return store.path(T4.key, MODULE)
 
 
-def test_all_adds_and_changes_and_keeps_what_did_not_run(store: BaselineStore, path: Path) -> None:
+def test_mode_all_adds_and_changes_and_keeps_other_tests(store: BaselineStore, path: Path) -> None:
     store.write(T4, MODULE, {**store.load(T4, MODULE), "test_elsewhere": entry(77)})
     tests = [ran("test_new"), ran("test_old", 2000), ran("test_same")]
     report = update_baselines(store, tests, mode="all")
@@ -71,7 +71,7 @@ def test_all_adds_and_changes_and_keeps_what_did_not_run(store: BaselineStore, p
     }
 
 
-def test_new_only_adds(store: BaselineStore, path: Path) -> None:
+def test_mode_new_only_adds_entries(store: BaselineStore, path: Path) -> None:
     report = update_baselines(store, [ran("test_new"), ran("test_old", 2000)], mode="new")
     assert (nodeids(report.added), report.changed, report.unchanged) == (
         [f"{MODULE}::test_new"],
@@ -199,7 +199,7 @@ def test_a_change_of_reserved_bytes_or_of_holders_is_a_change() -> None:
     )
 
 
-def test_an_entry_that_came_or_went_has_its_peak() -> None:
+def test_an_added_or_deleted_entry_is_shown_with_its_peak() -> None:
     for old, new in ((None, entry(2 * MIB)), (entry(2 * MIB), None)):
         assert Change("t.py::test_x", T4, old, new).text == (
             "t.py::test_x: 2.0 MiB (2,097,152 B) [sim-T4-torch2.13]"
@@ -207,7 +207,7 @@ def test_an_entry_that_came_or_went_has_its_peak() -> None:
 
 
 def full(store: BaselineStore, *names: str, **changes: Any) -> Collected:
-    """A collection of the whole project, in which ``tests/test_a.py`` has the tests ``names``."""
+    """Return a collection of the whole project; ``tests/test_a.py`` has the tests ``names``."""
     rootpath = store.root.parent
     return Collected(rootpath, [f"{MODULE}::{name}" for name in names], **changes)
 
@@ -243,7 +243,7 @@ def test_a_module_that_is_gone_from_disk_is_pruned_by_a_full_collection(
     assert len(pruned(store, full(store)).pruned) == 2
 
 
-def test_a_module_that_is_there_but_gave_no_tests_is_kept(store: BaselineStore) -> None:
+def test_a_module_that_exists_but_has_no_tests_is_kept(store: BaselineStore) -> None:
     module = store.root.parent / MODULE
     module.parent.mkdir()
     module.write_text("")
@@ -273,7 +273,7 @@ def test_a_module_that_was_collected_in_part_is_kept(store: BaselineStore) -> No
     assert len(peaks(store)) == 2
 
 
-def test_nothing_is_said_of_a_partial_module_whose_tests_all_exist(store: BaselineStore) -> None:
+def test_a_partial_module_whose_tests_all_exist_is_not_mentioned(store: BaselineStore) -> None:
     collected = full(store, "test_same", "test_old", incomplete={MODULE: "node ids were given"})
     assert pruned(store, collected) == UpdateReport()
 
@@ -291,7 +291,7 @@ def test_other_environments_are_not_pruned(store: BaselineStore) -> None:
     assert BaselineStore(store.root).load(A10, MODULE) == {"test_old": entry(1000)}
 
 
-def test_update_and_prune_are_one_write(store: BaselineStore, path: Path) -> None:
+def test_update_and_prune_write_a_file_once(store: BaselineStore, path: Path) -> None:
     report = update_baselines(
         store,
         [ran("test_same", 5000), ran("test_new")],

@@ -82,12 +82,12 @@ def test_a_regression_reads_as_the_guide_shows_it() -> None:
     )
 
 
-def test_the_short_text_is_the_first_line_of_the_long_one() -> None:
+def test_the_short_text_is_the_first_line_of_the_long_text() -> None:
     for base in (BASELINE, LIMIT):
         assert long(verdict(base)).splitlines()[0] == verdict(base).short
 
 
-def test_memory_that_went_away_has_its_sign_and_the_rest_is_summed_up() -> None:
+def test_shrinking_sites_have_a_sign_and_the_rest_is_summed_up() -> None:
     explanation = [{"bytes": -8 * MIB, "change": "gone", "category": "inputs", "count": 2}]
     explanation += [{"bytes": 512, "change": "grown", "category": "other", "count": 1}] * 11
     lines = long(verdict(BASELINE, explanation=tuple(explanation))).splitlines()
@@ -97,7 +97,7 @@ def test_memory_that_went_away_has_its_sign_and_the_rest_is_summed_up() -> None:
     assert lines[11] == "  +1.0 KiB in 2 smaller changes"
 
 
-def test_a_limit_says_by_how_much_it_is_exceeded_and_offers_no_update() -> None:
+def test_an_exceeded_limit_shows_its_excess_and_offers_no_update() -> None:
     assert long(verdict(LIMIT)) == (
         "the test peaked at 130.0 MiB (136,314,880 B), 30.0 MiB over its limit of 100.0 MiB"
     )
@@ -112,7 +112,7 @@ def test_reserved_and_leaked_bytes_have_their_own_words() -> None:
     )
 
 
-def test_what_passed_reads_as_passed() -> None:
+def test_a_passed_verdict_reads_as_passed() -> None:
     assert verdict(LIMIT, actual=100 * MIB, passed=True).short == (
         "the test peaked at 100.0 MiB (104,857,600 B), within its limit of 100.0 MiB"
     )
@@ -139,11 +139,11 @@ def test_a_reference_of_zero_has_no_percentage() -> None:
         (0, 1_000, "+0.0 %"),
     ],
 )
-def test_percentages(change: int, reference: int, text: str) -> None:
+def test_a_change_has_a_percentage_of_its_reference(change: int, reference: int, text: str) -> None:
     assert format_percent(change, reference) == text
 
 
-def test_a_simulated_number_and_another_device_say_so() -> None:
+def test_a_simulated_number_and_another_device_are_named() -> None:
     simulated = {"simulated": True, "gpu": "A100-40GB"}
     assert verdict(LIMIT, **simulated).short.endswith("100.0 MiB [simulated A100-40GB]")
     assert verdict(LIMIT, **simulated, device="cuda:1").short.endswith(
@@ -152,7 +152,7 @@ def test_a_simulated_number_and_another_device_say_so() -> None:
     assert verdict(LIMIT, gpu="NVIDIA H100").short.endswith("100.0 MiB")
 
 
-def test_a_missing_baseline_says_what_to_do() -> None:
+def test_a_missing_baseline_names_the_command_to_run() -> None:
     note = "none is stored for sim-T4-torch2.13; stored elsewhere: sim-A10-torch2.13 1.22 GiB"
     missing = verdict(BASELINE, phase=None, limit=None, reference=None, notes=(note,))
     assert long(missing) == (
@@ -162,7 +162,7 @@ def test_a_missing_baseline_says_what_to_do() -> None:
     )
 
 
-def test_a_phase_that_did_not_run_is_named_with_what_was_asked_of_it() -> None:
+def test_a_phase_that_did_not_run_is_named_with_its_expectation() -> None:
     notes = ("phases that ran: backward",)
     assert long(verdict(BASELINE, actual=0, notes=notes)) == (
         "phase forward did not run, so its baseline of 1.22 GiB was not checked; "
@@ -189,7 +189,7 @@ def test_nothing_measured_names_the_cause_and_the_remedies() -> None:
     )
 
 
-def test_an_improvement_says_how_far_it_is_under_its_baseline() -> None:
+def test_an_improvement_shows_its_distance_from_the_baseline() -> None:
     improvement = Improvement("peak_allocated", None, 75 * MIB, 100 * MIB, "0", simulated=True)
     assert improvement.short == (
         "the test peaked at 75.0 MiB (78,643,200 B), 25.0 MiB under its baseline of 100.0 MiB "
@@ -203,7 +203,7 @@ def test_the_command_survives_a_shell_and_repeats_options() -> None:
     )
 
 
-def test_values_survive_json() -> None:
+def test_verdicts_survive_a_round_trip_through_json() -> None:
     full = verdict(
         BASELINE, explanation=({"bytes": 1, "change": "new", "category": "other"},), notes=("n",)
     )
@@ -228,7 +228,7 @@ def test_values_survive_json() -> None:
             *(4_194_303, "", 4_194_304),
             "the test peaked at 4.0 MiB (4,194,304 B), 1 B over its limit of 4,194,303 B",
         ),
-        # A number of bytes that no short text stands for.
+        # A number of bytes without an exact short form.
         (
             *(3_000_000, "", 4_194_304),
             "the test peaked at 4.0 MiB (4,194,304 B), 1.1 MiB over its limit of 2.9 MiB "
@@ -254,13 +254,13 @@ def test_a_limit_reads_as_it_is_written(limit: int, written: str, actual: int, t
         (LIMIT, {"kind": "nothing_measured", "limit": None}, "nothing was measured"),
     ],
 )
-def test_a_few_words_for_the_short_summary(
+def test_the_short_summary_has_a_few_words(
     base: dict[str, Any], changes: dict[str, Any], brief: str
 ) -> None:
     assert verdict(base, **changes).brief == brief
 
 
-def test_of_two_that_exceed_alike_the_comparison_stands_for_the_failure() -> None:
+def test_of_equal_excesses_the_comparison_represents_the_failure() -> None:
     grown = verdict(BASELINE, phase=None, limit=8 * MIB, actual=12 * MIB, reference=8 * MIB)
     left = verdict(LIMIT, kind="leak", metric="leaked", limit=0, actual=4 * MIB)
     assert main_verdict([left, grown]) is grown

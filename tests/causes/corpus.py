@@ -1,4 +1,4 @@
-"""Runs regressions: a program with its baselines, and each with what changed."""
+"""Runs of regressions: a program with its baselines, and the same program with a change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICE = "--gpumem-device=sim:A100-40GB"
 
 @dataclass(frozen=True)
 class Program:
-    """A program's files by name, of which the last one has its tests."""
+    """A program's files by name; the last one has its tests."""
 
     files: Mapping[str, str]
     library: str = ""
@@ -28,7 +28,7 @@ class Program:
 
     @property
     def tests(self) -> str:
-        """The name of the file with its tests."""
+        """Return the name of the file with its tests."""
         return f"{list(self.files)[-1]}.py"
 
 
@@ -44,17 +44,17 @@ def sentence_of(
     return first_sentence(run(project, program, regression))
 
 
-def show(told: Mapping[str, tuple[str, bool]], stream: TextIO) -> None:
-    """Print a table of first sentences, and whether each is right."""
-    width = max(map(len, told), default=0)
-    for name, (sentence, right) in told.items():
+def show(results: Mapping[str, tuple[str, bool]], stream: TextIO) -> None:
+    """Print a table of first sentences, with a mark for each that names the cause."""
+    width = max(map(len, results), default=0)
+    for name, (sentence, right) in results.items():
         print(f"{'ok  ' if right else 'MISS'}  {name:<{width}}  {sentence}", file=stream)
-    found = sum(right for _, right in told.values())
-    print(f"{found} of {len(told)} first sentences are the cause", file=stream)
+    found = sum(right for _, right in results.values())
+    print(f"{found} of {len(results)} first sentences are the cause", file=stream)
 
 
 def accept(project: Project, program: Program, stored: dict[str, str]) -> None:
-    """Write the program as it was, with its baselines."""
+    """Write the unchanged program with its baselines; run it first if there are none."""
     _write(project, program)
     if not stored:
         result = project.run_apart("--gpumem-update-baselines", device=DEVICE)
@@ -83,7 +83,7 @@ def regress(project: Project, program: Program, regression: Regression) -> None:
 
 
 def _write(project: Project, program: Program, *, changed: bool = False) -> None:
-    # Python takes a file of the same size and second for the one that it has compiled.
+    # Python takes bytecode of a file with the same size and second for current.
     for compiled in project.path.rglob("__pycache__"):
         shutil.rmtree(compiled)
     project.write(**program.files)
@@ -125,7 +125,7 @@ def run(project: Project, program: Program, regression: Regression, *options: st
 
 
 def first_sentence(lines: list[str]) -> str:
-    """Return the first sentence of a failure: behind its heading, or behind torch's traceback."""
+    """Return the first sentence of a failure, after its heading or torch's traceback."""
     behind = next(
         (i for i, line in enumerate(lines) if line.strip("- ") == "gpumem" and line[0] == "-"), None
     )

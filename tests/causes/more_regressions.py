@@ -1,7 +1,7 @@
-"""Regressions of other programs, and changes with a decoy.
+"""Regressions of other programs, and changes that offer a wrong explanation (decoys).
 
-``said`` is a maintainer's sentence, ``sentence`` what of it must be found: the mechanism, and the
-variable, module or line.
+``said`` is the whole sentence of a maintainer; ``sentence`` is the part that must be found: the
+mechanism, and the variable, module or line.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Harmless:
     edits: tuple[Edit, ...]
     allowed: tuple[str, ...]
     place: str = ""
-    """What a sentence without a cause has to name."""
+    """The source line that a sentence without a cause has to name."""
 
     @property
     def planted(self) -> Regression:

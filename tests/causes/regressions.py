@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Edit:
-    """One place that changes; ``old`` stands there once."""
+    """A replacement in a file, where ``old`` occurs once."""
 
     file: str
     old: str
@@ -16,7 +16,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Regression:
-    """What was planted, the test that fails by it, and its cause as ``re`` finds it."""
+    """The planted change, the test that fails by it, and a pattern of its cause."""
 
     test: str
     edits: tuple[Edit, ...]

@@ -1,4 +1,4 @@
-"""Causes are found in other programs than the one that they were written for."""
+"""Causes are found in programs other than the one they were developed on."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Told = dict[str, tuple[str, bool]]
 
 @pytest.fixture(scope="module")
 def stored() -> defaultdict[str, dict[str, str]]:
-    """The baselines of each program, by path, once it has run."""
+    """Hold the baselines of each program, by path; its first run fills them."""
     return defaultdict(dict)
 
 
 @pytest.fixture(scope="module")
-def told() -> Iterator[Told]:
-    """Each change's first sentence, and whether it is right; shown at the end."""
+def results() -> Iterator[Told]:
+    """Hold each change's first sentence and whether it is right; print them at the end."""
     found: Told = {}
     yield found
     corpus.show(found, sys.stderr)
@@ -34,19 +34,19 @@ def told() -> Iterator[Told]:
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_the_first_sentence_is_the_cause(
-    project: Project, stored: dict[str, dict[str, str]], told: Told, name: str
+    project: Project, stored: dict[str, dict[str, str]], results: Told, name: str
 ) -> None:
     case = ELSEWHERE[name]
     sentence = corpus.sentence_of(
         project, PROGRAMS[case.program], stored[case.program], case.planted
     )
-    told[name] = sentence, bool(re.search(case.planted.sentence, sentence))
-    assert told[name][1], sentence
+    results[name] = sentence, bool(re.search(case.planted.sentence, sentence))
+    assert results[name][1], sentence
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_decoy_is_not_named(
-    project: Project, stored: dict[str, dict[str, str]], told: Told, name: str
+    project: Project, stored: dict[str, dict[str, str]], results: Told, name: str
 ) -> None:
     case = HARMLESS[name]
     sentence = corpus.sentence_of(
@@ -54,8 +54,8 @@ def test_a_decoy_is_not_named(
     )
     named = [cause for cause, words in SIGNATURES.items() if re.search(words, sentence)]
     right = set(named) <= set(case.allowed)
-    told[name] = (
+    results[name] = (
         sentence,
         right and (bool(named) or bool(re.search(case.planted.sentence, sentence))),
     )
-    assert told[name][1], sentence
+    assert results[name][1], sentence

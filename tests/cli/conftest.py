@@ -1,4 +1,4 @@
-"""What every test of the command line has."""
+"""Fixtures of every test of the command line."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _forgotten_imports(forgotten_imports: None) -> None:
-    """A command imports what it is to run."""
+    """Remove the modules that a command imported to run them."""

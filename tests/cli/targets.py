@@ -92,18 +92,18 @@ class Command:
         self.folder = folder
 
     def __call__(self, *arguments: str) -> tuple[int, list[str]]:
-        """Run it; exit code and lines of output."""
+        """Run the command; return its exit code and its lines of output."""
         code = main((self._name, *arguments, *self._options))
         written = self._capsys.readouterr()
         assert written.err == ""
         return code, written.out.splitlines()
 
     def json(self, *arguments: str) -> Any:
-        """Run it and return its JSON."""
+        """Run the command with ``--json``; return the parsed output."""
         return json.loads("\n".join(self(*arguments, "--json")[1]))
 
     def refusal(self, *arguments: str) -> str:
-        """Run it and return the one sentence with which it refuses its input."""
+        """Run the command; return the one sentence with which it refuses its input."""
         assert main((self._name, *arguments, *self._options)) == 2
         written = self._capsys.readouterr()
         assert written.out == ""
@@ -112,7 +112,7 @@ class Command:
 
 
 def command(name: str, *options: str) -> Callable[..., Command]:
-    """Return a fixture whose value is the subcommand ``name``, given these ``options``, too."""
+    """Return a fixture that runs the subcommand ``name``, always with ``options``."""
 
     @pytest.fixture(name="gpumem")
     def fixture(

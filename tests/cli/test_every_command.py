@@ -1,4 +1,4 @@
-"""What holds for every subcommand: its help, its JSON, and one sentence for whatever is wrong."""
+"""Properties of every subcommand: its help, its JSON, and one sentence for each wrong input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of right and wrong files, which is the present one."""
+    """Change into a folder of right and wrong files."""
     monkeypatch.chdir(tmp_path)
     write_report(tmp_path / "good.json", [record("test_a.py::test_x", measured(MIB))])
     contents = {
@@ -64,7 +64,7 @@ WRONG_FILES = (
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Run the command; return the sentence with which it refuses what is given."""
+    """Return a function that runs the command and returns the sentence with which it refuses."""
 
     def run(*arguments: str) -> str:
         assert main(arguments) == 2, arguments
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence(
 
 
 WRONG_NUMBERS = ("", "-1", "x", "nan", "1e400", "-5MiB", "5 XB", "%", "-1%", "\x1b[31m")
-TAKERS = (
+OPTIONS_WITH_NUMBERS = (
     ("compare", "good.json", "good.json", "--tolerance"),
     ("history", "good.json", "--tolerance"),
     ("history", "good.json", "--max-creep"),
@@ -139,12 +139,12 @@ TAKERS = (
 )
 
 
-@pytest.mark.parametrize("taker", TAKERS, ids=" ".join)
+@pytest.mark.parametrize("option", OPTIONS_WITH_NUMBERS, ids=" ".join)
 def test_a_wrong_number_is_one_sentence(
-    taker: tuple[str, ...], place: Path, refusal: Refusal
+    option: tuple[str, ...], place: Path, refusal: Refusal
 ) -> None:
     for number in WRONG_NUMBERS:
-        refusal(*taker[:-1], f"{taker[-1]}={number}")
+        refusal(*option[:-1], f"{option[-1]}={number}")
 
 
 @pytest.mark.parametrize("gpu", ["", "T5", "-1", "T4*0", "T4*x", "\x1b[31m", "T4:1"])
@@ -200,7 +200,7 @@ def test_help_has_an_example_and_json(name: str, capsys: pytest.CaptureFixture[s
     assert "%%" not in text
 
 
-def test_the_help_of_all_is_a_screen_of_commands_by_what_one_wants_to_know(
+def test_the_general_help_lists_commands_by_task_on_one_screen(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -227,7 +227,7 @@ def test_the_help_of_all_is_a_screen_of_commands_by_what_one_wants_to_know(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_json_is_all_that_is_printed(
+def test_json_is_the_only_output(
     arguments: list[str], keys: set[str], place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "svg" in arguments:
@@ -243,7 +243,7 @@ def test_compare_as_json(place: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["compare", "good.json", "more.json", "--json"]) == 1
     (test,) = json.loads(capsys.readouterr().out)["tests"]
     (number,) = test["numbers"]
-    assert number.pop("changes") == []  # the reports have no lines
+    assert number.pop("changes") == []  # the reports have no source lines
     assert test == {
         "nodeid": "test_a.py::test_x",
         "environment": "sim-A100-40GB-torch2.13",
@@ -256,10 +256,10 @@ def test_compare_as_json(place: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["compare", "--help"]], ids=" ".join
 )
-def test_a_reader_that_has_seen_enough_hears_no_complaint(arguments: list[str]) -> None:
+def test_a_reader_that_closes_its_pipe_early_causes_no_error(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    # Unbuffered, as some machines set it, nothing would be left to be written at the end.
+    # With unbuffered output, as some machines set it, no write would remain at the end.
     buffered = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     ran = subprocess.run(
         [*PROGRAM, *arguments],
@@ -274,7 +274,7 @@ def test_a_reader_that_has_seen_enough_hears_no_complaint(arguments: list[str]) 
 
 
 @pytest.mark.parametrize("command", [("predict", "slow.py:step"), ("run", "slow.py")])
-def test_ctrl_c_is_one_word(tmp_path: Path, command: tuple[str, str]) -> None:
+def test_ctrl_c_prints_one_word(tmp_path: Path, command: tuple[str, str]) -> None:
     (tmp_path / "slow.py").write_text(
         "import pathlib, time\ndef step():\n    pathlib.Path('begun').touch()\n    time.sleep(60)\n"
         "if __name__ == '__main__':\n    step()\n"
@@ -308,7 +308,7 @@ def test_ctrl_c_is_one_word(tmp_path: Path, command: tuple[str, str]) -> None:
     ],
     ids=" ".join,
 )
-def test_nothing_heavy_is_imported_for_little(arguments: list[str], place: Path) -> None:
+def test_light_commands_import_no_heavy_module(arguments: list[str], place: Path) -> None:
     heavy = {"torch", "pytest", "numpy", "matplotlib", "jsonschema", "tqdm", "argcomplete"}
     code = (
         "import sys\n"
@@ -329,7 +329,7 @@ def test_nothing_heavy_is_imported_for_little(arguments: list[str], place: Path)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_completes_by_what_is_printed(
+def test_a_shell_completes_by_the_printed_script(
     shell: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("argcomplete")
@@ -339,7 +339,7 @@ def test_a_shell_completes_by_what_is_printed(
     assert "gpumem" in script
 
 
-def test_bash_is_told_subcommands_and_their_options(tmp_path: Path) -> None:
+def test_bash_completes_subcommands_and_their_options(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     assert _completions("gpumem comp", tmp_path) == ["compare", "completion"]
     assert _completions("gpumem compare --ac", tmp_path) == ["--across-environments "]
@@ -347,7 +347,7 @@ def test_bash_is_told_subcommands_and_their_options(tmp_path: Path) -> None:
 
 
 def _completions(line: str, folder: Path) -> list[str]:
-    """What argcomplete hands to bash, which reads it from the file descriptor 8."""
+    """Return the completions that argcomplete writes to the file descriptor 8 for bash."""
     answer = folder / "answer"
     subprocess.run(
         ["bash", "-c", f"{' '.join(PROGRAM)} 8> {answer} 9> /dev/null"],

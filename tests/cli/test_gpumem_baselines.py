@@ -1,4 +1,4 @@
-"""``gpumem baselines``: what is stored is listed, shown, and dropped where its test is gone."""
+"""``gpumem baselines``: entries are listed, shown, and pruned where their test is gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Gpumem = Callable[..., list[str]]
 def gpumem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Gpumem:
-    """``gpumem baselines``, in a folder with two files of baselines."""
+    """Return a function that runs ``gpumem baselines`` in a folder with two files of baselines."""
     monkeypatch.chdir(tmp_path)
     store = BaselineStore(tmp_path / "baselines")
     for module, names in (("tests/test_a.py", ["test_x", "test_p[1]"]), ("test_b.py", ["test_y"])):
@@ -40,7 +40,7 @@ def _entry(peak: int) -> BaselineEntry:
     return BaselineEntry(peak, 2 * MIB, 0, 0, {"forward": MIB // 2}, tolerance="1%")
 
 
-def test_list(gpumem: Gpumem) -> None:
+def test_list_shows_every_module_with_its_environment(gpumem: Gpumem) -> None:
     assert gpumem("list") == [
         "environment              module           tests  largest peak",
         "sim-A100-40GB-torch2.13  test_b.py            1       1.0 MiB",
@@ -51,7 +51,7 @@ def test_list(gpumem: Gpumem) -> None:
 
 
 @pytest.mark.parametrize("test", ["tests/test_a.py::test_p", "tests/test_a.py::test_p[1]"])
-def test_show(gpumem: Gpumem, test: str) -> None:
+def test_show_prints_the_entry_of_a_test(gpumem: Gpumem, test: str) -> None:
     assert gpumem("show", test) == [
         "tests/test_a.py::test_p[1] [sim-A100-40GB-torch2.13]",
         "  peak 2.0 MiB (2,097,152 B), reserved 2.0 MiB, tolerance 1%",
@@ -61,19 +61,19 @@ def test_show(gpumem: Gpumem, test: str) -> None:
     assert shown["peak_allocated"] == 2 * MIB
 
 
-def test_show_a_module(gpumem: Gpumem) -> None:
+def test_show_prints_every_entry_of_a_module(gpumem: Gpumem) -> None:
     assert len(gpumem("show", "tests/test_a.py")) == 6
 
 
-def test_show_what_is_not_stored(gpumem: Gpumem, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_refuses_an_unknown_test(gpumem: Gpumem, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["baselines", "show", "tests/test_a.py::test_z"]) == 2
     assert capsys.readouterr().err == (
         "gpumem: baselines holds nothing of 'tests/test_a.py::test_z'\n"
     )
 
 
-def test_prune_drops_modules_and_functions_that_are_gone(gpumem: Gpumem, tmp_path: Path) -> None:
-    """``test_b.py`` is gone, ``test_x`` is gone; ``test_p`` has other parameters here."""
+def test_prune_deletes_modules_and_functions_that_are_gone(gpumem: Gpumem, tmp_path: Path) -> None:
+    """``test_b.py`` and ``test_x`` are gone; ``test_p`` has other parameters now."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_a.py").write_text(
         "import pytest\n@pytest.mark.parametrize('n', [7])\ndef test_p(n): ...\n"
@@ -88,7 +88,7 @@ def test_prune_drops_modules_and_functions_that_are_gone(gpumem: Gpumem, tmp_pat
     assert len(gpumem("list")) == 2
 
 
-def test_prune_drops_nothing_where_collection_fails(
+def test_prune_deletes_nothing_where_collection_fails(
     gpumem: Gpumem, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "test_b.py").write_text("import nothing_of_this_name")

@@ -56,7 +56,7 @@ def test_every_planted_commit_is_found_in_few_runs(commits: int) -> None:  # noq
         found = search(lambda at, planted=planted: 100 + 50 * (at >= planted), commits)  # type: ignore[misc]
         assert found.first_bad() == range(planted, planted + 1)
         assert found.runs <= math.ceil(math.log2(commits)) + 1
-        assert {planted, planted - 1} <= found.found.keys()  # both are there to be compared
+        assert {planted, planted - 1} <= found.found.keys()  # both are measured, to be compared
 
 
 def test_a_test_that_did_not_grow_has_no_guilty_commit() -> None:
@@ -64,29 +64,29 @@ def test_a_test_that_did_not_grow_has_no_guilty_commit() -> None:
     assert search(lambda at: 100 - at, 64).first_bad() == range(1)
 
 
-def test_growth_within_the_tolerance_is_none() -> None:
+def test_growth_within_the_tolerance_does_not_count() -> None:
     assert search(lambda at: MIB + 512 * at, 8, "4KiB").first_bad() == range(1)
     assert search(lambda at: MIB + 512 * at + 8192 * (at > 4), 8, "4KiB").first_bad() == range(5, 6)
 
 
-def test_commits_that_cannot_be_measured_are_passed_over() -> None:
+def test_commits_that_cannot_be_measured_are_skipped() -> None:
     found = search(lambda at: None if at in (31, 32) else 100 + (at >= 40) * 50, 64)
     assert found.first_bad() == range(40, 41)
     assert found.failed == {31: "it does not import"}
 
 
-def test_where_they_hide_the_guilty_one_all_that_remain_are_told() -> None:
+def test_all_candidates_are_listed_where_skipped_commits_hide_one() -> None:
     found = search(lambda at: None if 30 <= at < 34 else 100 + (at >= 32) * 50, 64)
     assert found.first_bad() == range(30, 35)
 
 
-def test_a_bad_commit_that_cannot_be_measured() -> None:
+def test_a_bad_commit_that_cannot_be_measured_is_refused() -> None:
     with pytest.raises(UnmeasuredError, match="does not import"):
         search(lambda at: None, 4).first_bad()
 
 
-def test_the_planted_commit_among_64(commits: Commits) -> None:  # noqa: F811
-    """In a repository, with a suite that is one number in a file."""
+def test_the_planted_commit_is_found_among_64(commits: Commits) -> None:  # noqa: F811
+    """The repository's suite is one number in a file."""
     ids = []
     for number in range(64):
         (commits.path / "peak").write_text(f"{(8 + 8 * (number >= 41)) * MIB}\n# {number}\n")
@@ -121,7 +121,7 @@ def project(commits: Commits, monkeypatch: pytest.MonkeyPatch) -> Commits:  # no
     return commits
 
 
-def test_the_guilty_commit_and_its_lines(gpumem: Gpumem, project: Commits) -> None:  # noqa: F811
+def test_the_guilty_commit_is_shown_with_its_lines(gpumem: Gpumem, project: Commits) -> None:  # noqa: F811
     guilty = project.commit("keep the masks")
     (project.path / "net.py").write_text(GROWN + "# uncommitted\n")
     code, lines = gpumem("bisect", "test_net.py::test_step", "--good", "HEAD~2", "--gpu", "T4")
@@ -138,7 +138,7 @@ def test_the_guilty_commit_and_its_lines(gpumem: Gpumem, project: Commits) -> No
     assert len(project.git("worktree", "list").splitlines()) == 1
 
 
-def test_several_tests_are_not_one(refusal: Refusal, project: Commits) -> None:  # noqa: F811
+def test_a_target_of_several_tests_is_refused(refusal: Refusal, project: Commits) -> None:  # noqa: F811
     (project.path / "test_net.py").write_text(TEST + TEST.replace("test_step", "test_other"))
     project.commit("two tests")
     assert refusal("bisect", "test_net.py", "--good", "HEAD~1") == (
@@ -148,7 +148,7 @@ def test_several_tests_are_not_one(refusal: Refusal, project: Commits) -> None: 
     assert len(project.git("worktree", "list").splitlines()) == 1
 
 
-def test_an_installed_copy_is_not_what_is_measured(
+def test_the_commit_is_measured_and_not_an_installed_copy(
     gpumem: Gpumem,  # noqa: F811
     project: Commits,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,14 +160,14 @@ def test_an_installed_copy_is_not_what_is_measured(
     assert [line.split("  ")[1] for line in lines[:2]] == ["16.0 MiB", "8.0 MiB"]
 
 
-def test_a_test_that_is_not_there(project: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_test_is_refused(project: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
     project.commit("grow")
     monkeypatch.chdir(project.path)
     with pytest.raises(UnmeasuredError, match=r"not found: .*test_gone"):
         measured_at("HEAD", project.path, project.path, "test_net.py::test_gone", "T4")
 
 
-def test_json(
+def test_json_has_the_guilty_commit_and_the_measurements(
     capsys: pytest.CaptureFixture[str],
     project: Commits,
     monkeypatch: pytest.MonkeyPatch,
@@ -192,7 +192,7 @@ def test_json(
         (("--good", "HEAD~1", "--pytest-args", "'"), "--pytest-args: No closing quotation"),
     ],
 )
-def test_bad_input(
+def test_bad_input_is_one_sentence(
     refusal: Refusal,  # noqa: F811
     commits: Commits,  # noqa: F811
     arguments: tuple[str, ...],

@@ -58,7 +58,7 @@ def folder(path: Path, environment: Environment = T4, **peaks: int) -> Path:
 def gpumem(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Gpumem:
-    """The command, run where the files are: exit code and lines of output."""
+    """Return a function that runs the command beside the files: exit code, lines of output."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, list[str]]:
@@ -74,7 +74,7 @@ def gpumem(
 def refusal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Refusal:
-    """The one sentence with which the command refuses its input."""
+    """Return a function that runs the command and returns its one sentence of refusal."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> str:
@@ -87,7 +87,7 @@ def refusal(
     return run
 
 
-def test_two_reports(gpumem: Gpumem, tmp_path: Path) -> None:
+def test_two_reports_are_compared(gpumem: Gpumem, tmp_path: Path) -> None:
     report(
         tmp_path / "a.json",
         record("test_grown", 100 * MIB, phases={"forward": 80 * MIB, "backward": 100 * MIB}),
@@ -129,7 +129,7 @@ def test_two_reports(gpumem: Gpumem, tmp_path: Path) -> None:
     )
 
 
-def test_two_baselines_folders_and_one_against_a_report(gpumem: Gpumem, tmp_path: Path) -> None:
+def test_baselines_are_compared_with_baselines_and_a_report(gpumem: Gpumem, tmp_path: Path) -> None:
     folder(tmp_path / "old", test_x=1024)
     folder(tmp_path / "new", test_x=2048)
     report(tmp_path / "run.json", record("test_x", 1024, phases={"call": 1024, "forward": 512}))
@@ -161,7 +161,7 @@ def test_simulated_numbers_are_compared_exactly_and_measured_ones_with_a_toleran
         assert (code, lines[5].split()[-1]) == (0, status)
 
 
-def test_the_tolerance_can_be_given(gpumem: Gpumem, refusal: Refusal, tmp_path: Path) -> None:
+def test_the_tolerance_can_be_set(gpumem: Gpumem, refusal: Refusal, tmp_path: Path) -> None:
     folder(tmp_path / "a", test_x=1000)
     folder(tmp_path / "b", test_x=1100)
     assert gpumem("compare", "a", "b", "--tolerance", "100")[0] == 0
@@ -188,11 +188,11 @@ def test_each_test_keeps_its_own_tolerance(
     )
     assert lines[6].endswith("+5.0 MiB  +5.0  same (tolerance 10%)")
     assert gpumem("compare", "a", "b", "--test", "own")[0] == 0
-    # One that is given is meant for all of them.
+    # A tolerance on the command line applies to all tests.
     assert gpumem("compare", "a", "b", "--test", "own", "--tolerance=0")[0] == 1
 
 
-def test_a_baseline_knows_the_tolerance_of_its_test(gpumem: Gpumem, tmp_path: Path) -> None:
+def test_a_baseline_stores_the_tolerance_of_its_test(gpumem: Gpumem, tmp_path: Path) -> None:
     for name, peak in (("a", 100 * MIB), ("b", 105 * MIB)):
         entry = BaselineEntry.of(measured(peak), "10%")
         BaselineStore(tmp_path / name).write(T4, "test_a.py", {"test_x": entry})
@@ -211,7 +211,7 @@ def test_the_largest_change_comes_first(gpumem: Gpumem, tmp_path: Path) -> None:
     assert lines[10] == "1 equal number is not shown (--all)"
 
 
-def test_tests_and_phases_are_chosen(gpumem: Gpumem, refusal: Refusal, tmp_path: Path) -> None:
+def test_tests_and_phases_can_be_selected(gpumem: Gpumem, refusal: Refusal, tmp_path: Path) -> None:
     for name, peak in (("a", 1024), ("b", 2048)):
         report(
             tmp_path / name,
@@ -223,7 +223,7 @@ def test_tests_and_phases_are_chosen(gpumem: Gpumem, refusal: Refusal, tmp_path:
         "test_a.py::test_x[big-1]  step   1.0 KiB  2.0 KiB    +1.0 KiB  +100.0  regression"
     )
     assert lines[6] == ""
-    # What is not chosen does not count either.
+    # A test that is not selected does not count for the exit code.
     assert gpumem("compare", "a", "b", "--test", "a.py*x[", "--phase", "forward")[0] == 0
     assert gpumem("compare", "a", "b", "--test", "_x", "--test", "_y", "--phase=forward")[0] == 1
     assert refusal("compare", "a", "b", "--test", "test_z") == (
@@ -234,7 +234,7 @@ def test_tests_and_phases_are_chosen(gpumem: Gpumem, refusal: Refusal, tmp_path:
     )
 
 
-def test_a_renamed_test_is_compared_with_what_it_was(gpumem: Gpumem, tmp_path: Path) -> None:
+def test_a_renamed_test_is_compared_with_its_earlier_name(gpumem: Gpumem, tmp_path: Path) -> None:
     report(
         tmp_path / "a",
         record("test_train_step", 3000, phases={"forward": 100}),
@@ -248,8 +248,8 @@ def test_a_renamed_test_is_compared_with_what_it_was(gpumem: Gpumem, tmp_path: P
         record("test_x", 1024, nodeid="new/test_b.py::test_x[1]"),
     )
     code, lines = gpumem("compare", "a", "b", "--all")
-    # A test that only moved was the same one, though it has grown; one with another name and other
-    # numbers is another one.
+    # A test that only moved is the same test, although it has grown; one with another name and
+    # other numbers is another test.
     assert code == 1
     assert [line.split("  ")[0] for line in lines[5:8]] == [
         "new/test_b.py::test_x[1] (was old/test_b.py::test_x[1])",
@@ -260,7 +260,7 @@ def test_a_renamed_test_is_compared_with_what_it_was(gpumem: Gpumem, tmp_path: P
     assert "  test_a.py::test_other    2.9 KiB" in lines
 
 
-def test_environments_that_only_one_side_has_are_left_out_and_said_first(
+def test_environments_of_only_one_side_are_left_out_and_listed_first(
     gpumem: Gpumem, tmp_path: Path
 ) -> None:
     folder(tmp_path / "a", test_x=1024)
@@ -298,7 +298,7 @@ def test_different_environments_are_compared_only_on_request(
     assert gpumem("compare", "a", "b", "--across-environments")[0] == 1
 
 
-def test_dry_and_simulated_environments_of_one_gpu_belong_together(
+def test_dry_and_simulated_environments_of_one_gpu_are_paired(
     gpumem: Gpumem, tmp_path: Path
 ) -> None:
     for environment, peak in ((T4, 1024), (A10, 2048)):
@@ -314,9 +314,7 @@ def test_dry_and_simulated_environments_of_one_gpu_belong_together(
     assert not any("test_x [sim-A10-torch2.13]" in line for line in lines)
 
 
-def test_environments_that_cannot_be_told_apart_are_not_guessed(
-    refusal: Refusal, tmp_path: Path
-) -> None:
+def test_ambiguous_environments_are_refused(refusal: Refusal, tmp_path: Path) -> None:
     folder(tmp_path / "a", test_x=1)
     folder(tmp_path / "a", A10, test_x=1)
     folder(tmp_path / "b", H100, test_x=1)
@@ -327,7 +325,7 @@ def test_environments_that_cannot_be_told_apart_are_not_guessed(
     )
 
 
-def test_tests_of_several_environments_are_told_apart(gpumem: Gpumem, tmp_path: Path) -> None:
+def test_tests_of_several_environments_are_shown_with_it(gpumem: Gpumem, tmp_path: Path) -> None:
     for name, peak in (("a", 1024), ("b", 2048)):
         report(
             tmp_path / name,
@@ -361,7 +359,7 @@ def test_a_test_whose_body_failed_is_shown_and_not_compared(gpumem: Gpumem, tmp_
     assert lines[-1].startswith("1 test in A and B, peaks add up to 1.0 KiB and 4.0 KiB (+3.0 KiB")
 
 
-def test_a_skipped_test_is_as_good_as_absent(gpumem: Gpumem, tmp_path: Path) -> None:
+def test_a_skipped_test_counts_as_absent(gpumem: Gpumem, tmp_path: Path) -> None:
     report(tmp_path / "a", record("test_x", 1), record("test_y", 1))
     report(tmp_path / "b", record("test_x", 1), record("test_y", None, outcome="skipped"))
     code, lines = gpumem("compare", "a", "b")
@@ -381,7 +379,7 @@ def test_every_device_of_a_test_is_compared(gpumem: Gpumem, tmp_path: Path) -> N
     assert lines[7].startswith("test_a.py::test_x  cuda:1 forward  ")
 
 
-def test_node_ids_of_xdists_groups_are_the_tests_themselves(gpumem: Gpumem, tmp_path: Path) -> None:
+def test_node_ids_are_compared_without_xdist_groups(gpumem: Gpumem, tmp_path: Path) -> None:
     report(tmp_path / "a", record("test_x[1]", 1))
     report(tmp_path / "b", record("test_x[1]@gpu", 1))
     assert gpumem("compare", "a", "b")[1][-1].startswith("1 test in A and B")
@@ -394,7 +392,7 @@ def test_node_ids_of_xdists_groups_are_the_tests_themselves(gpumem: Gpumem, tmp_
         ("{}", "gpumem: report bad is not one of pytest-gpumem: 'schema_version' is a required"),
     ],
 )
-def test_a_file_that_is_no_report(
+def test_a_file_that_is_no_report_is_refused(
     refusal: Refusal, tmp_path: Path, content: str, sentence: str
 ) -> None:
     (tmp_path / "bad").write_text(content)
@@ -403,7 +401,7 @@ def test_a_file_that_is_no_report(
         assert refusal("compare", *pair).startswith(sentence)
 
 
-def test_a_path_that_holds_nothing(refusal: Refusal, tmp_path: Path) -> None:
+def test_a_path_without_reports_or_baselines_is_refused(refusal: Refusal, tmp_path: Path) -> None:
     report(tmp_path / "good", record("test_x", 1))
     report(tmp_path / "empty", record("test_x", None, outcome="skipped"))
     (tmp_path / "folder").mkdir()
@@ -416,7 +414,7 @@ def test_a_path_that_holds_nothing(refusal: Refusal, tmp_path: Path) -> None:
     )
 
 
-def test_a_damaged_baseline(refusal: Refusal, tmp_path: Path) -> None:
+def test_a_damaged_baseline_is_refused(refusal: Refusal, tmp_path: Path) -> None:
     folder(tmp_path / "a", test_x=1)
     (tmp_path / "a" / "sim-T4-torch2.13" / "test_a.py.json").write_text("<<<<<<< HEAD")
     assert refusal("compare", "a", "a").startswith(
@@ -434,7 +432,7 @@ def test_a_damaged_baseline(refusal: Refusal, tmp_path: Path) -> None:
         (["compare", "a", "b", "--no"], "gpumem: unrecognized arguments: --no; see gpumem --help"),
     ],
 )
-def test_bad_arguments(refusal: Refusal, arguments: list[str], sentence: str) -> None:
+def test_bad_arguments_are_refused(refusal: Refusal, arguments: list[str], sentence: str) -> None:
     assert refusal(*arguments).startswith(sentence)
 
 
@@ -458,9 +456,7 @@ def test_the_command_imports_neither_torch_nor_nvml(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"0 {json.dumps([])}"
 
 
-def test_control_characters_of_a_name_are_shown_and_not_obeyed(
-    tmp_path: Path, gpumem: Gpumem
-) -> None:
+def test_control_characters_of_a_name_are_escaped(tmp_path: Path, gpumem: Gpumem) -> None:
     hostile = record("test_\x1b[2J\n\u202e", MIB, phases={"\x1b[31m": MIB})
     before = report(tmp_path / "a\x1b.json", hostile)
     code, lines = gpumem("compare", "--all", str(before), str(report(tmp_path / "b.json", hostile)))
@@ -469,7 +465,7 @@ def test_control_characters_of_a_name_are_shown_and_not_obeyed(
     assert r"test_a.py::test_\x1b[2J\n\u202e" in "\n".join(lines)
 
 
-def test_a_path_that_is_too_long_is_one_sentence_in_bounds(tmp_path: Path) -> None:
+def test_a_path_that_is_too_long_is_one_short_sentence(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "pytest_gpumem.cli", "compare", "x" * 50_000, str(tmp_path)],
         capture_output=True,

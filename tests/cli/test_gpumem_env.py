@@ -1,4 +1,4 @@
-"""``gpumem env``: what a number depends on, without a name of host, user or folder."""
+"""``gpumem env``: the environment of a number, without names of host, user or folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def data(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-def test_a_gpu_with_all_that_its_numbers_depend_on(
+def test_a_gpu_is_shown_with_all_that_its_numbers_depend_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
@@ -54,7 +54,7 @@ def test_a_gpu_with_all_that_its_numbers_depend_on(
         assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
     release = ".".join(torch.__version__.split(".")[:2])
-    # The numbers are those that deviceQuery shows of a T4.
+    # The numbers are those that deviceQuery shows for a T4.
     assert [line.rstrip() for line in lines[-9:]] == [
         "CUBLAS_WORKSPACE_CONFIG  :16:8",
         "cuda:0                   Tesla T4",
@@ -68,13 +68,13 @@ def test_a_gpu_with_all_that_its_numbers_depend_on(
     ]
 
 
-def test_every_gpu_of_several(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_gpu_of_several_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with simulate("T4*2"):
         devices = data(capsys)["devices"]
     assert [device["full_name"] for device in devices] == ["Tesla T4", "Tesla T4"]
 
 
-def test_releases(capsys: pytest.CaptureFixture[str]) -> None:
+def test_releases_of_packages_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     found = shown(capsys)
     assert found["Python"] == platform.python_version()
     assert found["torch"] == version("torch")
@@ -82,7 +82,7 @@ def test_releases(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["system"].split() == [platform.system(), platform.release(), platform.machine()]
 
 
-def test_a_package_that_is_not_there_is_said_to_be_absent(
+def test_a_missing_package_is_shown_as_absent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(env, "PACKAGES", ("no-such-package",))
@@ -103,7 +103,7 @@ def test_a_package_that_is_not_there_is_said_to_be_absent(
         ("12.8", T4, "torch sees no CUDA device, though the driver shows Tesla T4"),
     ],
 )
-def test_why_there_is_no_gpu(
+def test_the_reason_for_no_gpu_is_shown(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     built_for: str | None,
@@ -116,7 +116,7 @@ def test_why_there_is_no_gpu(
     assert shown(capsys)["GPU"] == f"none: {why}"
 
 
-def test_without_torch_it_says_so(tmp_path: Path) -> None:
+def test_missing_torch_is_reported(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(ABSENT)
     search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
@@ -130,7 +130,7 @@ def test_without_torch_it_says_so(tmp_path: Path) -> None:
     assert (found["devices"], found["no_device"]) == ([], "torch is not installed")
 
 
-def test_nothing_of_it_names_host_user_or_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_names_no_host_user_or_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     private = (socket.gethostname(), getpass.getuser(), str(Path.home()), str(Path.cwd()))

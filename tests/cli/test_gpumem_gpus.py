@@ -1,4 +1,4 @@
-"""``gpumem gpus`` on machines that a fake NVML plays, beside a ledger with tests in it."""
+"""``gpumem gpus`` on machines of the fake NVML, with tests in a ledger."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def shown(capsys: pytest.CaptureFixture[str], *args: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_without_a_driver_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_driver_is_reported_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys) == [
         "no GPU: NVML's shared library was not found, so no NVIDIA driver is installed"
     ]
 
 
-def test_what_the_device_is_and_who_is_there(
+def test_a_device_is_shown_with_its_processes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on("mps", monkeypatch)
@@ -71,7 +71,7 @@ def test_what_the_device_is_and_who_is_there(
     ]
 
 
-def test_every_instance_of_mig_is_a_device(
+def test_every_mig_instance_is_shown_as_a_device(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on("mig", monkeypatch)
@@ -83,7 +83,7 @@ def test_every_instance_of_mig_is_a_device(
     ]
 
 
-def test_what_a_container_hides_is_said(
+def test_memory_of_hidden_processes_is_shown_as_such(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on("hami", monkeypatch)
@@ -95,7 +95,7 @@ def test_what_a_container_hides_is_said(
 
 @pytest.fixture
 def busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A GPU with a test that runs, one that waits, a worker between tests and a stranger."""
+    """Set up a GPU with a running and a waiting test, an idle worker and another program."""
     gpu = Gpu(
         used=30 * GIB,
         compute=[process(WORKER, 6 * GIB), process(1, 24 * GIB)],
@@ -116,7 +116,7 @@ def busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ledger.close()
 
 
-def test_tests_that_run_and_wait_stand_beside_strangers(
+def test_running_and_waiting_tests_are_shown_beside_other_programs(
     busy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert shown(capsys)[1:] == [
@@ -164,7 +164,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_frame_paints_over_the_one_before() -> None:
+def test_a_frame_overwrites_the_previous_one() -> None:
     assert frame(["one", "a longer line"], 8, 5) == "\x1b[Hone\x1b[K\r\na lo…ine\x1b[K\x1b[J"
     assert frame(list("abcd"), 20, 3) == (
         "\x1b[Ha\x1b[K\r\nb\x1b[K\r\n... 2 more lines\x1b[K\x1b[J"
@@ -172,9 +172,7 @@ def test_a_frame_paints_over_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("interrupted", ["while it reads", "while it waits"])
-def test_ctrl_c_leaves_the_terminal_as_it_was(
-    interrupted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_restores_the_terminal(interrupted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = Terminal()
     times: list[float] = []
 
@@ -196,7 +194,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(
     assert out.getvalue() == f"\x1b[?1049h\x1b[?25l{painted}\x1b[?25h\x1b[?1049l"
 
 
-def test_a_failure_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_restores_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = Terminal()
     monkeypatch.setattr("sys.stdout", out)
 
@@ -208,7 +206,7 @@ def test_a_failure_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch
     assert out.getvalue().endswith("\x1b[?25h\x1b[?1049l")
 
 
-def test_a_pipe_gets_one_document_after_the_other() -> None:
+def test_a_pipe_gets_one_json_document_after_the_other() -> None:
     watching = subprocess.Popen(
         [sys.executable, "-m", "pytest_gpumem.cli", "gpus", "--json", "--watch", "0.05"],
         stdout=subprocess.PIPE,
@@ -226,6 +224,6 @@ def test_a_pipe_gets_one_document_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "inf", "1e300"])
-def test_what_is_no_time_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_interval_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpus", "--watch", seconds]) == 2
     assert f"'{seconds}' is not a number of seconds above 0" in capsys.readouterr().err

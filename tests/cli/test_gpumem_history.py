@@ -66,7 +66,7 @@ def commits(tmp_path: Path) -> Commits:
     return Commits(tmp_path)
 
 
-def test_a_step_is_more_than_the_tolerance_and_a_creep_is_what_stays_below() -> None:
+def test_a_step_exceeds_the_tolerance_and_a_creep_stays_below_it() -> None:
     found = trend(1000, 1010, 1500, 1510, 1520, 1400)
     assert [(step.point.label, step.bytes) for step in found.steps] == [
         ("2", 490_000),
@@ -104,15 +104,15 @@ def test_one_small_step_is_no_creep() -> None:
         ((0, 0, 9, 0, 0, 0, 0, 0), 4, "▁█▁▁"),  # the peak is kept
     ],
 )
-def test_a_sparkline(values: tuple[int, ...], width: int, bars: str) -> None:
+def test_a_sparkline_keeps_the_peak(values: tuple[int, ...], width: int, bars: str) -> None:
     assert sparkline(values, width) == bars
 
 
-def test_a_terminal_without_bars_gets_others() -> None:
+def test_a_terminal_without_bars_gets_ascii_bars() -> None:
     assert sparkline((0, 7), 2, PLAIN_BARS) == "_#"
 
 
-def test_an_output_in_ascii_gets_bars_that_it_can_write(tmp_path: Path) -> None:
+def test_an_output_in_ascii_gets_ascii_bars(tmp_path: Path) -> None:
     files = [
         str(report(tmp_path / f"{name}.json", record("test_x", peak)))
         for name, peak in (("before", 100 * MIB), ("after", 132 * MIB))
@@ -128,7 +128,7 @@ def test_an_output_in_ascii_gets_bars_that_it_can_write(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[1].split()[:2] == ["test_a.py::test_x", "_#"]
 
 
-def test_reports_in_the_order_given(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
+def test_reports_are_read_in_the_given_order(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     files = [
         str(report(tmp_path / f"{name}.json", record("test_x", peak), record("test_y", MIB)))
         for name, peak in (("b", 100 * MIB), ("a", 132 * MIB), ("c", 132 * MIB))
@@ -148,14 +148,14 @@ def test_reports_in_the_order_given(gpumem: Gpumem, tmp_path: Path) -> None:  # 
 @pytest.mark.parametrize(
     ("own", "given", "code", "said"),
     [
-        # No change fails a test that tolerates 10 %, so nobody else sees them: 100, 108, 116, 124.
+        # No change (100, 108, 116, 124) fails a test that tolerates 10 %; only a creep shows them.
         ("10%", [], 1, "test_a.py::test_x crept by +24.0 MiB (+24.0 %) in 3 small steps"),
         ("10%", ["--tolerance", "1%"], 0, "0 creeping"),
-        # One that tolerates less than what is small all the same is asked about what is.
+        # With a tolerance of 0, the changes are steps.
         ("0", [], 0, "1 test at 4 moments: 0 never changed, 1 with steps, 0 creeping"),
     ],
 )
-def test_what_a_test_tolerates_creeps(
+def test_small_steps_below_a_test_s_tolerance_are_a_creep(
     own: str,
     given: list[str],
     code: int,
@@ -171,7 +171,7 @@ def test_what_a_test_tolerates_creeps(
     assert said in lines[-2] + lines[-1]
 
 
-def test_a_baseline_keeps_what_its_test_tolerates(
+def test_a_baseline_stores_the_tolerance_of_its_test(
     gpumem: Gpumem,  # noqa: F811
     commits: Commits,
 ) -> None:
@@ -184,7 +184,7 @@ def test_a_baseline_keeps_what_its_test_tolerates(
     assert "tests/test_a.py::test_x crept by +16.0 MiB (+16.0 %) in 2 small steps" in lines[-2]
 
 
-def test_a_folder_of_reports_by_number(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
+def test_reports_of_a_folder_are_sorted_by_number(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "kept").mkdir()
     for number, peak in ((9, MIB), (10, 3 * MIB), (100, 2 * MIB)):
         report(tmp_path / "kept" / f"run-{number}.json", record("test_x", peak))
@@ -193,7 +193,7 @@ def test_a_folder_of_reports_by_number(gpumem: Gpumem, tmp_path: Path) -> None: 
     assert [point["label"] for point in test["points"]] == ["run-9", "run-10", "run-100"]
 
 
-def test_a_body_that_failed_is_no_point(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
+def test_a_test_whose_body_failed_is_left_out(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     files = [
         str(report(tmp_path / "a.json", record("test_x", 2 * MIB))),
         str(report(tmp_path / "b.json", record("test_x", 512, outcome="failed", judged=False))),
@@ -221,7 +221,7 @@ def test_a_git_range_names_the_commit_of_each_step(
     ]
 
 
-def test_a_range_begins_with_what_was_stored_before_it(
+def test_a_range_begins_with_the_baselines_stored_before_it(
     gpumem: Gpumem,  # noqa: F811
     commits: Commits,
 ) -> None:
@@ -243,7 +243,7 @@ def test_a_slow_creep_is_exit_code_1(gpumem: Gpumem, commits: Commits) -> None: 
     assert gpumem("history", "--git", "HEAD", "--max-creep", "6%")[0] == 0
 
 
-def test_a_damaged_file_is_left_out_and_said(gpumem: Gpumem, commits: Commits) -> None:  # noqa: F811
+def test_a_damaged_file_is_left_out_and_reported(gpumem: Gpumem, commits: Commits) -> None:  # noqa: F811
     commits.commit("begin", test_x=GIB)
     (file,) = (commits.path / "baselines").rglob("*.json")
     whole = file.read_text()
@@ -269,7 +269,7 @@ def test_a_damaged_file_is_left_out_and_said(gpumem: Gpumem, commits: Commits) -
         (("empty",), "empty holds no reports"),
     ],
 )
-def test_bad_input(
+def test_bad_input_is_one_sentence(
     refusal: Refusal,  # noqa: F811
     commits: Commits,
     arguments: tuple[str, ...],
@@ -280,5 +280,5 @@ def test_bad_input(
     assert refusal("history", *arguments).startswith(f"gpumem: {sentence}")
 
 
-def test_outside_a_repository(refusal: Refusal) -> None:  # noqa: F811
+def test_a_folder_outside_a_repository_is_refused(refusal: Refusal) -> None:  # noqa: F811
     assert "not a git repository" in refusal("history", "--git", "HEAD")

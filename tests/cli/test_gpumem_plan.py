@@ -1,4 +1,4 @@
-"""``gpumem plan``."""
+"""``gpumem plan``: shards, their time and price on models of GPU."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def report(folder: Path) -> str:
     return "report.json"
 
 
-def test_what_it_says(
+def test_the_text_of_a_plan(
     report: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pytest_gpumem.cli.plan.terminal_width", lambda: 80)
     assert main(["plan", *RUNNERS, "--minutes=50", report]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    # 97 minutes on T4s of 50: two, 0.36 an hour each; one minute of an L4; two of an H100.
+    # 97 minutes on T4s of 50 minutes: two, 0.36 an hour each; one minute of an L4; two of an H100.
     assert out == (
         "97 of your 100 tests fit a T4, 98 an L4, all an H100\n"
         "\n"
@@ -85,7 +85,7 @@ def test_what_it_says(
     )
 
 
-def test_the_shards_are_written_for_a_matrix(report: str, folder: Path) -> None:
+def test_the_shards_are_written_for_a_ci_matrix(report: str, folder: Path) -> None:
     assert main(["plan", *RUNNERS, "--minutes=50", "--output=shards.json", report]) == 0
     jobs = json.loads((folder / "shards.json").read_text())["matrix"]["include"]
     assert [(job["runner"], job["shard"], job["tests"]) for job in jobs] == [
@@ -99,7 +99,7 @@ def test_the_shards_are_written_for_a_matrix(report: str, folder: Path) -> None:
     assert len({nodeid for shard in shards for nodeid in shard.tests}) == 100
 
 
-def test_json_has_everything(report: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_number_of_the_plan(report: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *RUNNERS, "--json", report]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [runner["fit"] for runner in data["runners"]] == [97, 98, 100]
@@ -135,7 +135,7 @@ def test_durations_measured_beside_others_do_not_count(
     assert out.endswith("of tests alone on their device; 1 unknown, taken for average\n")
 
 
-def test_stored_baselines_say_what_tests_need(
+def test_needs_of_tests_are_read_from_baselines(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = BaselineStore(folder / "baselines")
@@ -153,7 +153,7 @@ def test_stored_baselines_say_what_tests_need(
     assert "durations: of earlier runs, by pytest's cache on cuda-NVIDIA-L4-torch2.13" in out
 
 
-def test_durations_of_a_simulated_run_are_called_so(
+def test_durations_of_a_simulated_run_are_marked_as_simulated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_report(folder / "report.json", [replace(record("test_a", 1), environment=SIMULATED)])

@@ -15,10 +15,10 @@ gpumem = command("predict")
 
 PARAMETERS = 1024 * KIB + 4 * KIB + 512 * KIB + 512
 WORKSPACE = 8_519_680
-"""Of cuBLAS on a T4."""
+"""The workspace of cuBLAS on a T4."""
 
 
-def test_peaks_by_phase(gpumem: Command) -> None:
+def test_peaks_are_shown_by_phase(gpumem: Command) -> None:
     (t4,) = gpumem.json("net.py:train", "--gpu", "T4")["gpus"]
 
     held = PARAMETERS + 64 * KIB + WORKSPACE
@@ -32,11 +32,11 @@ def test_peaks_by_phase(gpumem: Command) -> None:
     assert t4["fits"]
 
 
-def test_where_it_does_not_fit_the_exit_code_says_so(gpumem: Command) -> None:
+def test_the_exit_code_is_1_where_a_model_is_too_small(gpumem: Command) -> None:
     code, lines = gpumem("net.py:reserve", "--gpu", "T4", "--gpu", "A100-40GB")
 
     assert code == 1
-    # 2 · 10 GiB: on the T4, too, that is what it would need.
+    # 2 · 10 GiB: the need is the same on the T4.
     assert lines[3].split() == [
         *("T4", "14.75", "GiB", "20.00", "GiB", "20.00", "GiB", "no,", "5.25", "GiB", "missing"),
     ]
@@ -47,7 +47,7 @@ def test_where_it_does_not_fit_the_exit_code_says_so(gpumem: Command) -> None:
     assert gpumem("net.py:reserve", "--gpu", "A100-40GB")[0] == 0
 
 
-def test_every_model_of_the_catalogue_by_default(gpumem: Command) -> None:
+def test_every_model_of_the_catalogue_is_shown_by_default(gpumem: Command) -> None:
     found = gpumem.json("net.py:train")["gpus"]
     assert [one["gpu"] for one in found] == list(GPUS)
 
@@ -100,7 +100,7 @@ def tests(gpumem: Command) -> Command:
     return gpumem
 
 
-def test_a_test_takes_what_its_function_takes(tests: Command) -> None:
+def test_a_test_needs_the_same_as_its_function(tests: Command) -> None:
     keys = ("peak_allocated", "peak_reserved", "phases", "fits")
     gpus = ("--gpu", "T4", "--gpu", "H100")
     function = tests.json("net.py:train", *gpus)["gpus"]
@@ -128,7 +128,7 @@ def test_neither_limits_nor_the_marker_s_model_matter(tests: Command, name: str)
         ("test_skipped", "cannot be predicted for T4: not today"),
     ],
 )
-def test_tests_that_cannot_be_predicted(tests: Command, name: str, sentence: str) -> None:
+def test_an_unpredictable_test_is_refused(tests: Command, name: str, sentence: str) -> None:
     assert sentence in tests.refusal(f"test_net.py::{name}", "--gpu", "T4")
 
 
@@ -152,11 +152,11 @@ def test_a_function_that_reads_a_value_runs_again_with_values(gpumem: Command) -
     assert lines[3].split() == "T4 14.75 GiB 3.8 MiB 22.0 MiB yes, 14.73 GiB left".split()
 
 
-def test_an_unknown_gpu(gpumem: Command) -> None:
+def test_an_unknown_gpu_is_refused(gpumem: Command) -> None:
     assert "'T5' is not a simulated GPU" in gpumem.refusal("net.py:train", "--gpu", "T5")
 
 
-def test_the_worst_of_each_number_of_ranks(gpumem: Command) -> None:
+def test_the_worst_rank_is_shown_for_each_number_of_ranks(gpumem: Command) -> None:
     arguments = ("net.py:share", "--gpu", "H100", "--gpu", "A100-80GB", "--ranks", "2,8")
     found = gpumem.json(*arguments)["gpus"]
     # Rank r of n allocates 64 MiB / n, and the last one 2 MiB more.
@@ -177,12 +177,12 @@ def test_the_worst_of_each_number_of_ranks(gpumem: Command) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["0", "eight", "8,8", ""])
-def test_a_number_of_ranks_that_cannot_be(gpumem: Command, ranks: str) -> None:
+def test_an_impossible_number_of_ranks_is_refused(gpumem: Command, ranks: str) -> None:
     sentence = gpumem.refusal("net.py:train", "--gpu", "T4", "--ranks", ranks)
     assert "is not a number of ranks, nor several different ones; write 8 or 8,64" in sentence
 
 
-def test_a_test_has_its_ranks_in_its_marker(gpumem: Command) -> None:
+def test_the_ranks_option_is_refused_for_a_test(gpumem: Command) -> None:
     (gpumem.folder / "test_net.py").write_text(TESTS)
     sentence = gpumem.refusal("test_net.py::test_unmarked", "--gpu", "T4", "--ranks", "8")
     assert "says in its marker how many ranks there are" in sentence

@@ -61,7 +61,7 @@ def waves(gpumem: Command) -> Command:
     return gpumem
 
 
-def test_modules_are_compiled_where_nothing_else_is(waves: Command) -> None:
+def test_modules_are_compiled_where_the_code_compiles_nothing(waves: Command) -> None:
     found = waves.json("waves.py:module", "--gpu", "A100-40GB", "--compile")
 
     assert found["compiled"] == "modules"
@@ -80,7 +80,7 @@ def test_modules_are_compiled_where_nothing_else_is(waves: Command) -> None:
     assert {line["site"] for line in forward["lines"]} == {"waves.py:7"}
 
 
-def test_what_a_person_reads(waves: Command) -> None:
+def test_the_text_compares_eager_with_compiled_code(waves: Command) -> None:
     code, lines = waves("waves.py:module", "--gpu", "A100-40GB", "--compile")
 
     assert code == 0
@@ -93,22 +93,22 @@ def test_what_a_person_reads(waves: Command) -> None:
     assert "by line, at the peak of forward on A100-40GB:" in lines
 
 
-def test_code_that_compiles_itself_is_left_to_itself(waves: Command) -> None:
+def test_code_that_calls_torch_compile_is_not_compiled_further(waves: Command) -> None:
     found = waves.json("waves.py:function", "--gpu", "A100-40GB", "--compile")
 
     assert found["compiled"] == "target"
     assert [one["peak_allocated"] for one in found["gpus"]] == [EAGER, COMPILED]
 
 
-def test_what_could_not_be_followed_is_said(waves: Command) -> None:
+def test_code_that_dynamo_cannot_trace_is_named(waves: Command) -> None:
     _, lines = waves("waves.py:not_followed", "--gpu", "A100-40GB", "--compile")
 
     (note,) = [line for line in lines if line.startswith("note, compiled: ")]
     assert "runs eagerly on a simulated GPU, where backend 'tvm' is not followed" in note
 
 
-def test_a_module_that_is_compiled_before_it_is_called(waves: Command) -> None:
-    """Its call passes through what finds phases and sees whose memory it is."""
+def test_a_module_compiled_before_its_first_call_is_measured(waves: Command) -> None:
+    """Its call passes through the wrappers that find phases and attribute memory."""
     with (waves.folder / "waves.py").open("a") as file:
         file.write("\n\ndef whole():\n    with torch.no_grad():\n")
         file.write("        return torch.compile(Wave())(torch.ones(256, 1024, device='cuda'))\n")

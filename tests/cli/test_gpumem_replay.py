@@ -24,14 +24,14 @@ Refusal = Callable[..., str]
 
 
 class Line:
-    """Stands for the code that allocates."""
+    """A stand-in for the source line that allocates."""
 
     def __init__(self, line: int) -> None:
         self.frames = [{"filename": "model.py", "line": line, "name": "forward"}]
 
 
 def fragmented(total: int = 1 << 40, device: int = 0) -> Allocator:
-    """3 of 6 GiB are used again, which are too few for what follows."""
+    """Return a snapshot where 3 of 6 GiB are free, in blocks too small for the next request."""
     allocator = Allocator(total, version=(2, 6), device=device)
     allocator.free(allocator.malloc(6 * GIB, context=Line(1)))
     allocator.malloc(3 * GIB, context=Line(2))
@@ -42,7 +42,7 @@ def fragmented(total: int = 1 << 40, device: int = 0) -> Allocator:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a recording."""
+    """Return the current folder, with a recording in it."""
     monkeypatch.chdir(tmp_path)
     save(tmp_path, "run.pickle", fragmented().snapshot())
     return tmp_path
@@ -54,7 +54,7 @@ def save(folder: Path, name: str, snapshot: Any) -> None:
 
 @pytest.fixture
 def gpumem(folder: Path, capsys: pytest.CaptureFixture[str]) -> Gpumem:
-    """The command: exit code and lines of output."""
+    """Return a function that runs the command: exit code and lines of output."""
 
     def run(*arguments: str) -> tuple[int, list[str]]:
         code = main(("replay", *arguments))
@@ -67,7 +67,7 @@ def gpumem(folder: Path, capsys: pytest.CaptureFixture[str]) -> Gpumem:
 
 @pytest.fixture
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """The one sentence with which the command refuses its input."""
+    """Return a function that runs the command and returns its one sentence of refusal."""
 
     def run(*arguments: str) -> str:
         assert main(("replay", *arguments)) == 2
@@ -88,12 +88,12 @@ def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> Refusal:
         (3, 2, "2 of 3 addresses agree"),
     ],
 )
-def test_one_address_is_one(total: int, exact: int, sentence: str) -> None:
+def test_a_single_address_is_in_the_singular(total: int, exact: int, sentence: str) -> None:
     result = SimpleNamespace(total=total, exact=exact == total, exact_addresses=exact)
     assert replay._agreement(cast(Any, result)) == sentence
 
 
-def test_a_recording_that_agrees(gpumem: Gpumem) -> None:
+def test_a_replay_that_agrees_with_its_recording(gpumem: Gpumem) -> None:
     assert gpumem("run.pickle") == (
         0,
         [
@@ -113,7 +113,7 @@ def test_a_recording_that_agrees(gpumem: Gpumem) -> None:
     )
 
 
-def test_other_settings_on_a_gpu(gpumem: Gpumem) -> None:
+def test_other_settings_are_replayed_on_a_gpu(gpumem: Gpumem) -> None:
     code, lines = gpumem("run.pickle", "--alloc-conf", "expandable_segments:True", "--gpu=RTX-4060")
     assert code == 0
     assert lines[3:] == [
@@ -132,7 +132,7 @@ def test_other_settings_on_a_gpu(gpumem: Gpumem) -> None:
     ]
 
 
-def test_a_gpu_that_is_too_small(gpumem: Gpumem) -> None:
+def test_a_gpu_that_is_too_small_runs_out_of_memory(gpumem: Gpumem) -> None:
     code, lines = gpumem("run.pickle", "--gpu", "rtx-4060")
     assert code == 1
     assert "  out of memory                     no       yes" in lines
@@ -143,7 +143,7 @@ def test_a_gpu_that_is_too_small(gpumem: Gpumem) -> None:
     ]
 
 
-def test_memory_used_elsewhere(gpumem: Gpumem) -> None:
+def test_memory_used_elsewhere_reduces_the_capacity(gpumem: Gpumem) -> None:
     conf = "--alloc-conf=expandable_segments:True"
     code, lines = gpumem("run.pickle", conf, "--gpu=RTX-4060", "--used-elsewhere=700MiB")
     assert code == 0
@@ -152,7 +152,7 @@ def test_memory_used_elsewhere(gpumem: Gpumem) -> None:
     assert gpumem("run.pickle", conf, "--gpu=RTX-4060", "--used-elsewhere=800MiB")[0] == 1
 
 
-def test_a_recording_that_ran_out_of_memory(folder: Path, gpumem: Gpumem) -> None:
+def test_a_recording_that_ran_out_of_memory_is_replayed(folder: Path, gpumem: Gpumem) -> None:
     save(folder, "oom.pickle", fragmented(9 * GIB).snapshot())
 
     code, lines = gpumem("oom.pickle")
@@ -162,13 +162,13 @@ def test_a_recording_that_ran_out_of_memory(folder: Path, gpumem: Gpumem) -> Non
         "free, at model.py:3, forward"
     )
     assert lines[-1] == ran_out
-    # What the device had left is on record with it, so that no GPU need be named.
+    # The recording has the free memory of its device, so that no GPU need be named.
     code, lines = gpumem("oom.pickle", "--alloc-conf=expandable_segments:True")
     assert code == 0
     assert lines[-2:] == [ran_out, "cuda:0 would not run out of memory there"]
 
 
-def test_without_a_gpu_nobody_knows_whether_it_fits(gpumem: Gpumem) -> None:
+def test_without_a_gpu_the_fit_is_unknown(gpumem: Gpumem) -> None:
     code, lines = gpumem("run.pickle", "--alloc-conf=expandable_segments:True")
     assert code == 0
     assert "  out of memory                     no         ?" in lines
@@ -177,7 +177,7 @@ def test_without_a_gpu_nobody_knows_whether_it_fits(gpumem: Gpumem) -> None:
     )
 
 
-def test_a_recording_that_began_late(folder: Path, gpumem: Gpumem) -> None:
+def test_a_recording_that_began_late_starts_with_live_blocks(folder: Path, gpumem: Gpumem) -> None:
     allocator = Allocator(1 << 40, version=(2, 6))
     allocator.malloc(GIB)
     allocator.trace.clear()
@@ -191,7 +191,7 @@ def test_a_recording_that_began_late(folder: Path, gpumem: Gpumem) -> None:
     )
 
 
-def test_a_disagreement_is_shown_and_is_a_failure(folder: Path, gpumem: Gpumem) -> None:
+def test_a_disagreement_is_shown_and_the_exit_code_is_1(folder: Path, gpumem: Gpumem) -> None:
     snapshot = fragmented().snapshot()
     event = snapshot["device_traces"][0][4]
     assert event["action"] == "alloc"
@@ -211,7 +211,7 @@ def test_a_disagreement_is_shown_and_is_a_failure(folder: Path, gpumem: Gpumem) 
     ]
 
 
-def test_a_recording_that_kept_no_allocation(folder: Path, gpumem: Gpumem) -> None:
+def test_a_recording_without_allocations_is_refused(folder: Path, gpumem: Gpumem) -> None:
     allocator = Allocator(1 << 40, version=(2, 6))
     allocator.free(allocator.malloc(6 * GIB))
     snapshot = allocator.snapshot()
@@ -243,7 +243,7 @@ def test_every_device_is_shown(folder: Path, gpumem: Gpumem) -> None:
     assert [line.split()[0] for line in lines if line.endswith("recorded")] == ["cuda:0", "cuda:1"]
 
 
-def test_json(gpumem: Gpumem) -> None:
+def test_json_has_recorded_and_replayed_numbers(gpumem: Gpumem) -> None:
     code, lines = gpumem("run.pickle", "--gpu=RTX-4060", "--json")
     data = json.loads("\n".join(lines))
     assert code == 1
@@ -262,7 +262,7 @@ def test_json(gpumem: Gpumem) -> None:
     }
 
 
-def test_the_page_is_written_beside_what_is_printed(folder: Path, gpumem: Gpumem) -> None:
+def test_the_page_is_written_besides_the_printed_text(folder: Path, gpumem: Gpumem) -> None:
     plain = gpumem("run.pickle", "--gpu=RTX-4060")
     assert gpumem("run.pickle", "--gpu=RTX-4060", "--html", "new/page.html") == plain
     overview = Page((folder / "new" / "page.html").read_text(encoding="utf-8")).overview
@@ -277,13 +277,13 @@ def test_the_page_is_written_beside_what_is_printed(folder: Path, gpumem: Gpumem
     assert device["places"][1]["site"] == "model.py:2"
 
 
-def test_the_page_stands_beside_json_too(folder: Path, gpumem: Gpumem) -> None:
+def test_the_page_is_written_besides_json_too(folder: Path, gpumem: Gpumem) -> None:
     _, lines = gpumem("run.pickle", "--json", "--html=page.html")
     assert json.loads("\n".join(lines))["exact"]
     assert (folder / "page.html").exists()
 
 
-def test_a_page_never_replaces_its_snapshot(folder: Path, refusal: Refusal) -> None:
+def test_a_page_is_never_written_over_its_snapshot(folder: Path, refusal: Refusal) -> None:
     before = (folder / "run.pickle").read_bytes()
     assert refusal("run.pickle", "--html=run.pickle") == (
         "gpumem: the page would replace the snapshot run.pickle; name another"
@@ -292,7 +292,7 @@ def test_a_page_never_replaces_its_snapshot(folder: Path, refusal: Refusal) -> N
     assert "cannot be written: Is a directory" in refusal("run.pickle", "--html=.")
 
 
-def test_the_rules_of_a_release(gpumem: Gpumem) -> None:
+def test_the_rules_of_a_release_can_be_selected(gpumem: Gpumem) -> None:
     assert gpumem("run.pickle", "--torch=2.11")[1][1].startswith(
         "replayed by the rules of torch 2.11"
     )

@@ -25,7 +25,7 @@ TORCH = torch.__version__.partition("+")[0]
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 WORKSPACE = 8_519_680
-"""Of cuBLAS on a T4."""
+"""The workspace of cuBLAS on a T4."""
 PARAMETERS = 1024 * KIB + 4 * KIB + 512 * KIB + 512
 
 NINE = ("load", *(f"iteration_{number}" for number in range(1, 10)))
@@ -69,7 +69,7 @@ TRAIN = dedent(
 
 
 class Ran:
-    """What one run of the command came to."""
+    """The exit code and output of one run of the command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -126,17 +126,17 @@ def test_a_training_script_stops_after_two_steps(gpumem: Gpumem) -> None:
     assert rows["load"] == ["1.6", "MiB"]  # parameters, and the first input
 
 
-def test_the_numbers_are_those_of_the_test_that_keeps_them(
+def test_the_numbers_are_those_of_the_suggested_test(
     gpumem: Gpumem, pytester: pytest.Pytester
 ) -> None:
     (pytester.path / "train.py").write_text(TRAIN)
     ran = gpumem("--json", "--gpu", "T4", "train.py", "64")
-    assert ran.err.splitlines()[0] == "loss 0.0"  # what the script prints is no JSON
+    assert ran.err.splitlines()[0] == "loss 0.0"  # the script's output is not part of the JSON
     told: dict[str, Any] = json.loads(ran.out)
     (t4,) = told["gpus"]
 
     assert t4["phases"]["load"] == PARAMETERS + 64 * KIB
-    # Parameters, gradients and the loss; backward has had the input.
+    # Parameters, gradients and the loss; backward has freed the input.
     assert t4["phases"]["step_1"] == 2 * PARAMETERS + 512 + 2 * WORKSPACE
     assert (t4["ending"], t4["steps"], t4["fits"]) == ("stopped", 2, True)
     (measured,) = t4["measurements"]
@@ -152,7 +152,7 @@ def test_the_numbers_are_those_of_the_test_that_keeps_them(
     result.stdout.fnmatch_lines(["*FAILED test_less.py::test_train* over *"])
 
 
-def test_what_does_not_fit_says_who_holds_what_and_how_much_is_missing(gpumem: Gpumem) -> None:
+def test_a_script_that_does_not_fit_shows_holders_and_missing_bytes(gpumem: Gpumem) -> None:
     script = gpumem.script(
         """
         import torch
@@ -172,11 +172,11 @@ def test_what_does_not_fit_says_who_holds_what_and_how_much_is_missing(gpumem: G
     assert [line.split()[0] for line in ran.lines[table + 1 : table + 3]] == ["T4", "A100-40GB"]
     assert ran.lines[table + 1].endswith("no, 5.25 GiB missing")
     assert ran.lines[table + 2].endswith("yes, 19.39 GiB left")
-    # The test is one of the GPU where it fits.
+    # The suggested test is for the GPU on which the script fits.
     assert f'    @pytest.mark.gpumem(max={20 * GIB:_}, gpu="A100-40GB")  # 20.00 GiB' in ran.lines
 
 
-def test_a_script_that_infers_runs_to_its_end(gpumem: Gpumem) -> None:
+def test_a_script_of_inference_runs_to_its_end(gpumem: Gpumem) -> None:
     (gpumem.folder / "tool").mkdir()
     (gpumem.folder / "tool" / "__init__.py").touch()
     (gpumem.folder / "tool" / "infer.py").write_text(
@@ -194,7 +194,7 @@ def test_a_script_that_infers_runs_to_its_end(gpumem: Gpumem) -> None:
     assert a100["phases"] == {"load": 4 * MIB, "forward": 8 * MIB}
 
 
-def test_a_script_that_never_steps_is_stopped_by_time(gpumem: Gpumem) -> None:
+def test_a_script_without_optimizer_steps_is_stopped_by_time(gpumem: Gpumem) -> None:
     script = gpumem.script(
         """
         import time, torch
@@ -213,7 +213,7 @@ def test_a_script_that_never_steps_is_stopped_by_time(gpumem: Gpumem) -> None:
     assert "4.0 MiB" in ran.lines[3]
     assert ran.lines[-1] == (
         "note: its time was over, so its peak may be still to come: give more --seconds"
-    )  # and there is no test: the number depends on the machine
+    )  # and no test is suggested: the number depends on the machine
 
 
 def test_a_script_that_raises_shows_its_own_traceback(gpumem: Gpumem) -> None:
@@ -253,14 +253,14 @@ def test_a_script_that_raises_shows_its_own_traceback(gpumem: Gpumem) -> None:
         ),
     ],
 )
-def test_scripts_that_end_otherwise(gpumem: Gpumem, ends: str, code: int, sentence: str) -> None:
+def test_other_exits_have_a_sentence(gpumem: Gpumem, ends: str, code: int, sentence: str) -> None:
     script = gpumem.script(f"import os, sys, torch\n{ends}\n")
     ran = gpumem(script)
     assert (ran.code, ran.out, ran.sentence) == (code, "", sentence)
     assert ("why" in ran.err.splitlines()) == ("why" in ends)
 
 
-def test_where_values_decide_the_script_runs_again_with_them(gpumem: Gpumem) -> None:
+def test_a_script_that_needs_values_runs_again_with_them(gpumem: Gpumem) -> None:
     script = gpumem.script(
         """
         import torch
@@ -279,7 +279,7 @@ def test_where_values_decide_the_script_runs_again_with_them(gpumem: Gpumem) -> 
     assert f"    @pytest.mark.gpumem(max={16 * MIB:_}" in ran.out
 
 
-def test_many_iterations_are_left_out_but_for_those_that_tell_something() -> None:
+def test_only_the_informative_of_many_iterations_are_shown() -> None:
     peaks = {name: 4 * MIB if name == "iteration_6" else MIB for name in NINE}
     phases = {name: PhaseRecord(name, peak, peak, 0, 0) for name, peak in peaks.items()}
     measured = Measurement("cuda:0", True, 4 * MIB, 4 * MIB, 0, 0, None, 0, phases=phases)
@@ -321,13 +321,13 @@ def test_bad_input_is_one_sentence(gpumem: Gpumem, arguments: list[str], sentenc
     assert len(ran.err.splitlines()) == 1
 
 
-def test_a_module_that_is_not_there(gpumem: Gpumem) -> None:
+def test_an_absent_module_is_refused(gpumem: Gpumem) -> None:
     ran = gpumem("-m", "absent.train")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err == "gpumem: absent.train: there is no module 'absent.train'\n"
 
 
-def test_a_device_that_is_not_there(gpumem: Gpumem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_device_is_refused(gpumem: Gpumem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ran = gpumem("--gpu", "cuda", "train.py")
     assert (ran.code, ran.out) == (2, "")

@@ -19,7 +19,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs and watchers of this test alone meet."""
+    """Return the folder that only this test's runs and watchers share."""
     path = tmp_path / "shared"
     monkeypatch.setenv(FOLDER_VARIABLE, str(path))
     return path
@@ -38,9 +38,9 @@ RUN = watched.WatchedProcess(
 )
 
 
-def test_what_a_person_reads() -> None:
+def test_the_text_of_running_tests() -> None:
     idle = replace(RUN, worker="", finished=1, test=None, last=None)
-    # What it says of GPUs is what gpumem gpus does.
+    # The lines about GPUs are those of gpumem gpus.
     assert list(device_lines([], None, 80)) == ["no GPU"]
     assert list(run_lines([RUN, idle], 103.4)) == [
         f"pytest in /home/me/project (PID {os.getpid()}, worker gw1): 3 measured tests so far",
@@ -50,7 +50,7 @@ def test_what_a_person_reads() -> None:
     ]
 
 
-def test_nothing_to_see(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_no_gpu_and_no_run_are_reported(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert main(["gpus", "--watch", "0.01", "--once"]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last == "no pytest has begun a measured test since this looks"
@@ -69,7 +69,7 @@ def test_runs_of_dead_processes_are_forgotten(folder: Path) -> None:
     assert watched.runs(folder) == []
 
 
-def test_a_watcher_that_was_killed_is_none(folder: Path) -> None:
+def test_a_watcher_that_was_killed_does_not_count(folder: Path) -> None:
     (folder / watched.WATCHERS).mkdir(parents=True)
     (folder / watched.WATCHERS / "999999999").touch()
     with watched.watching(folder):
@@ -77,12 +77,12 @@ def test_a_watcher_that_was_killed_is_none(folder: Path) -> None:
     assert not watched.is_watched(folder)
 
 
-def test_a_time_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interval_of_zero_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpus", "--watch", "0"]) == 2
     assert "argument --watch: '0' is not a number of seconds above 0" in capsys.readouterr().err
 
 
-def test_tests_are_seen_while_they_run(project: Project, folder: Path) -> None:
+def test_tests_are_shown_while_they_run(project: Project, folder: Path) -> None:
     project.write(
         test_it="""
         import json, subprocess, sys
@@ -110,7 +110,7 @@ def test_tests_are_seen_while_they_run(project: Project, folder: Path) -> None:
     assert watched.runs(folder) == []
 
 
-def test_nobody_is_told_anything_where_nobody_watches(project: Project, folder: Path) -> None:
+def test_a_run_without_watchers_writes_nothing(project: Project, folder: Path) -> None:
     project.write(test_it="def test_it(gpumem): torch.empty(1, device='cuda')")
     project.run().assert_outcomes(passed=1)
     assert not (folder / watched.RUNS).exists()

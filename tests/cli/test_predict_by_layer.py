@@ -48,7 +48,7 @@ FIRST = ACTIVATION = 64 * 1024 * 4
 SECOND = 64 * 128 * 4
 
 
-def test_numbers(gpumem: Command) -> None:
+def test_numbers_of_each_layer(gpumem: Command) -> None:
     net, first, activation, second = gpumem.json("net.py:model")
 
     assert [layer["path"] for layer in (net, first, activation, second)] == [
@@ -58,14 +58,14 @@ def test_numbers(gpumem: Command) -> None:
     assert second["outputs"] == [[64, 128]]
     assert first["parameters"] == 256 * 1024 + 1024
     assert net["parameters"] == 256 * 1024 + 1024 + 1024 * 128 + 128
-    # A product of (64, 256) and (256, 1024): two operations for each of them.
+    # A product of (64, 256) and (256, 1024): two operations per multiply-add.
     assert first["flops"] == 2 * 64 * 256 * 1024
     # An activation is one of each element.
     assert net["flops"] == 2 * 64 * 1024 * (256 + 128) + 64 * 1024
     assert net["multiply_adds"] == 64 * 1024 * (256 + 128) + 64 * 1024
 
 
-def test_bytes_that_are_read_and_written(gpumem: Command) -> None:
+def test_bytes_read_and_written_by_each_layer(gpumem: Command) -> None:
     net, first, activation, second = gpumem.json("net.py:model")
 
     assert first["read"] == 64 * 256 * 4 + first["parameters"] * 4
@@ -74,7 +74,7 @@ def test_bytes_that_are_read_and_written(gpumem: Command) -> None:
     assert net["written"] == net["outputs_held"] == FIRST + ACTIVATION + SECOND
 
 
-def test_vgg19_as_the_literature_sizes_it(gpumem: Command) -> None:
+def test_vgg19_has_the_sizes_of_the_literature(gpumem: Command) -> None:
     layers = gpumem.json("cnn.py:vgg19", "--input", "1x3x224x224")
 
     assert layers[0]["parameters"] == 20_024_384
@@ -90,11 +90,11 @@ def test_vgg19_as_the_literature_sizes_it(gpumem: Command) -> None:
     assert (layers[3]["multiply_adds"], layers[3]["flops"]) == (convolution, 2 * convolution)
 
 
-def test_norms_and_other_pooling(gpumem: Command) -> None:
+def test_operations_of_norms_and_other_pooling(gpumem: Command) -> None:
     _, norm, plain, average, adaptive, view = gpumem.json("cnn.py:norms", "--input", "2x8x4x4")
 
     elements = 2 * 8 * 4 * 4
-    # Less the mean, by the deviation; times the weight, plus the bias.
+    # Subtract the mean, divide by the deviation; multiply by the weight, add the bias.
     assert (norm["multiply_adds"], norm["flops"]) == (2 * elements, 4 * elements)
     assert (plain["multiply_adds"], plain["flops"]) == (elements, 2 * elements)
     assert (average["multiply_adds"], average["flops"]) == (elements, 4 * elements // 4)
@@ -104,7 +104,7 @@ def test_norms_and_other_pooling(gpumem: Command) -> None:
     assert (view["written"], view["outputs_held"]) == (4 * 2 * 8, 0)
 
 
-def test_tokens(gpumem: Command) -> None:
+def test_a_model_of_tokens(gpumem: Command) -> None:
     (embedding,) = gpumem.json("cnn.py:tokens", "--input", "8x256:int64")
     assert embedding["written"] == 8 * 256 * 16 * 4
 
@@ -127,7 +127,7 @@ def test_tokens(gpumem: Command) -> None:
         ),
     ],
 )
-def test_a_model_alone_asks_for_its_inputs(
+def test_a_model_without_inputs_is_refused(
     gpumem: Command, arguments: list[str], sentence: str
 ) -> None:
     assert sentence in gpumem.refusal("cnn.py:vgg19", *arguments)
@@ -137,19 +137,19 @@ def test_memory_with_and_without_backward(gpumem: Command) -> None:
     net, first, _, second = gpumem.json("net.py:model")
 
     assert first["training"] == {"kept": FIRST, "peak": FIRST}
-    # The first layer's output is dropped once ReLU has its own, which is kept for backward.
+    # The first layer's output is freed once ReLU has its own, which is kept for backward.
     assert net["training"] == {"kept": ACTIVATION + SECOND, "peak": FIRST + ACTIVATION}
     assert net["inference"] == {"kept": SECOND, "peak": FIRST + ACTIVATION}
     assert second["inference"] == {"kept": SECOND, "peak": SECOND}
 
 
-def test_a_model_that_a_function_calls(gpumem: Command) -> None:
+def test_a_model_that_a_function_calls_is_shown(gpumem: Command) -> None:
     assert [layer["kind"] for layer in gpumem.json("net.py:train")] == [
         "Net", "Linear", "ReLU", "Linear"
     ]  # fmt: skip
 
 
-def test_the_table(gpumem: Command) -> None:
+def test_the_table_of_layers(gpumem: Command) -> None:
     code, lines = gpumem("net.py:model")
 
     assert code == 0
@@ -176,11 +176,11 @@ def test_a_narrow_terminal_gets_fewer_columns(
     assert lines[3].split()[:2] == ["layer", "output"]
 
 
-def test_depth(gpumem: Command) -> None:
+def test_depth_limits_the_nesting_of_layers(gpumem: Command) -> None:
     assert [layer["kind"] for layer in gpumem.json("net.py:model", "--depth", "0")] == ["Net"]
 
 
-def test_csv(gpumem: Command) -> None:
+def test_csv_has_the_numbers_of_the_table(gpumem: Command) -> None:
     _, lines = gpumem("net.py:model", "--csv")
     rows = list(csv.DictReader(lines))
     assert [row["layer"] for row in rows] == ["Net", "first", "activation", "second"]
@@ -202,7 +202,7 @@ def test_bad_input_is_one_sentence(gpumem: Command, target: str, sentence: str) 
     assert sentence in gpumem.refusal(target)
 
 
-def test_an_unknown_gpu(gpumem: Command) -> None:
+def test_an_unknown_gpu_is_refused(gpumem: Command) -> None:
     assert "'T5' is not a simulated GPU" in gpumem.refusal("net.py:model", "--gpu", "T5")
 
 
@@ -215,7 +215,7 @@ ON_THE_CPU = """
 """
 
 
-def test_a_model_on_the_cpu_is_said_to_be_there(gpumem: Command, tmp_path: Path) -> None:
+def test_a_model_on_the_cpu_is_noted(gpumem: Command, tmp_path: Path) -> None:
     (tmp_path / "host.py").write_text(dedent(ON_THE_CPU))
     _, printed = gpumem("host.py:model")
     assert " ".join(printed).endswith(
@@ -246,7 +246,7 @@ GRAPH = """
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_a_layer_with_a_sparse_buffer(gpumem: Command, tmp_path: Path) -> None:
-    """Its input, its weight, and the buffer as if all its numbers were there."""
+    """Its input, its weight, and the buffer as if it were dense."""
     (tmp_path / "graph.py").write_text(dedent(GRAPH))
     (layer,) = gpumem.json("graph.py:model")
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("plain_workspaces")
 gpumem = command("predict", "--by", "line")
 
 WORKSPACE = 8_519_680
-"""Of cuBLAS on a T4: 4096 · 2 + 16 · 8 KiB, one for each thread that multiplies."""
+"""The workspace of cuBLAS on a T4: 4096 · 2 + 16 · 8 KiB, for each thread that multiplies."""
 PARAMETERS = 1024 * KIB + 4 * KIB + 512 * KIB + 512
 
 
@@ -34,7 +34,7 @@ def groups(line: dict[str, Any], name: str = "added") -> list[tuple[Any, ...]]:
     ]
 
 
-def test_each_line_has_memory_before_and_after_and_what_it_added(gpumem: Command) -> None:
+def test_each_line_has_memory_before_after_and_added(gpumem: Command) -> None:
     found = by_source(gpumem.json("net.py:train", "--gpu", "T4"))
 
     made = found["net = Net().cuda()"]
@@ -48,7 +48,7 @@ def test_each_line_has_memory_before_and_after_and_what_it_added(gpumem: Command
     x = found['x = torch.randn(64, 256, device="cuda")']
     assert groups(x) == [(1, (64, 256), "Tensor", 64 * KIB)]
     forward = found["loss = net(x).sum()"]
-    # ReLU's output is kept for backward; the output itself is not, as sum() needs its shape alone.
+    # ReLU's output is kept for backward; the net's output is not, as sum() needs only its shape.
     assert groups(forward) == [
         (1, None, "workspace", WORKSPACE),
         (1, (64, 1024), "Tensor", 256 * KIB),
@@ -81,12 +81,12 @@ def test_optimizer_state_has_its_name(gpumem: Command) -> None:
     (gpumem.folder / "net.py").write_text(NET.replace("SGD(", "Adam("))
     found = by_source(gpumem.json("net.py:train"))
     added = groups(found["optimizer.step()"])
-    # Two like each parameter.
+    # Two tensors of the shape of each parameter.
     assert {kind for _, _, kind, _ in added} == {"optimizer state"}
     assert sum(size for *_, size in added) == 2 * PARAMETERS
 
 
-def test_further_functions_are_followed(gpumem: Command) -> None:
+def test_lines_of_further_functions_are_shown(gpumem: Command) -> None:
     lines = gpumem.json("net.py:train", "--function", "net.py:Net.forward")
     assert {line["function"] for line in lines} == {"train", "forward"}
     assert groups(by_source(lines)["x = self.activation(x)"], "removed") == [
@@ -94,7 +94,7 @@ def test_further_functions_are_followed(gpumem: Command) -> None:
     ]
 
 
-def test_the_text(gpumem: Command) -> None:
+def test_the_text_of_lines(gpumem: Command) -> None:
     code, lines = gpumem("net.py:train", "--gpu", "T4")
 
     assert code == 0
@@ -108,18 +108,18 @@ def test_the_text(gpumem: Command) -> None:
     assert "        - 1 × (64,1024) 256.0 KiB float32 Tensor" in lines
 
 
-def test_what_the_process_holds_is_what_the_allocator_has_reserved(gpumem: Command) -> None:
+def test_memory_of_a_simulated_process_is_the_reserved_memory(gpumem: Command) -> None:
     found = by_source(gpumem.json("net.py:train", "--gpu", "T4"))
     assert found["net = Net().cuda()"]["process"] == 2 * MIB  # the first segment
 
 
-def test_on_a_gpu_nvml_says_what_the_process_holds(
+def test_memory_of_a_process_on_a_gpu_is_read_from_nvml(
     gpumem: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = iter(range(400 * MIB, 500 * MIB, MIB))
     reading = "pytest_gpumem.prediction.lines.read_device"
     monkeypatch.setattr(reading, lambda device: SimpleNamespace(process_used=next(held)))
-    with simulate("H100"):  # it stands in for the device: torch alone is asked
+    with simulate("H100"):  # a stand-in for the device: only torch is queried
         lines = gpumem.json("net.py:train", "--gpu", "cuda")
     assert [line["process"] for line in lines] == [
         (400 + number) * MIB for number in range(len(lines))
@@ -127,7 +127,7 @@ def test_on_a_gpu_nvml_says_what_the_process_holds(
     assert by_source(lines)["net = Net().cuda()"]["after"] == PARAMETERS
 
 
-def test_a_device_that_is_not_there(gpumem: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_device_is_refused(gpumem: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpumem.refusal("net.py:train", "--gpu", "cuda") == (
         "gpumem: torch sees no CUDA device; name a model to be simulated"

@@ -19,7 +19,7 @@ USE = {
 }
 
 
-def test_the_page_is_that_of_the_run_itself(
+def test_the_page_equals_that_of_the_run_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = write_report(tmp_path / "report.json", [failing(), passing()])
@@ -30,14 +30,14 @@ def test_the_page_is_that_of_the_run_itself(
     assert capsys.readouterr().out == f"{page}: 2 tests, {size:.1f} KiB\n"
 
 
-def test_the_page_may_stand_elsewhere(tmp_path: Path) -> None:
+def test_the_page_may_be_written_to_another_path(tmp_path: Path) -> None:
     report = write_report(tmp_path / "report.json", [passing()])
     assert main(["report", str(report), "-o", str(tmp_path / "new" / "page.html")]) == 0
     assert (tmp_path / "new" / "page.html").exists()
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_report_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = write_report(tmp_path / "report.html", [passing()])
     before = report.read_bytes()
     assert main(["report", str(report)]) == 2
@@ -58,7 +58,7 @@ def test_a_report_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixtur
         ),
     ],
 )
-def test_what_is_no_report_is_refused(
+def test_a_file_that_is_no_report_is_refused(
     content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.json"
@@ -76,7 +76,7 @@ def rows(page: Path) -> dict[str, dict[str, object]]:
 
 @pytest.mark.parametrize("how", ["reports", "--history"])
 def test_earlier_reports_are_the_history_of_the_last(how: str, tmp_path: Path) -> None:
-    """16 MiB, then 16.5 MiB, which is a small change, then 20 MiB, a step."""
+    """The peaks are 16 MiB, 16.5 MiB (a small change) and 20 MiB (a step)."""
     peaks = {"run-9": 16 * MIB, "run-10": 16 * MIB + MIB // 2, "run-11": 20 * MIB}
     new = [record("test_a.py::test_new", measured(MIB))]
     reports = [
@@ -92,10 +92,10 @@ def test_earlier_reports_are_the_history_of_the_last(how: str, tmp_path: Path) -
     assert main(["report", *map(str, given), "-o", str(page)]) == 0
     overview = Page(page.read_text(encoding="utf-8")).overview
     assert overview["moments"] == ["run-9", "run-10", "run-11"]
-    told = rows(page)["test_a.py::test_a"]
-    assert told["trend"] == [[0, 16 * MIB], [1, 16 * MIB + MIB // 2], [2, 20 * MIB]]
-    assert told["steps"] == [["run-11", 16 * MIB + MIB // 2, 20 * MIB]]
-    assert told["crept"] == MIB // 2
+    test_row = rows(page)["test_a.py::test_a"]
+    assert test_row["trend"] == [[0, 16 * MIB], [1, 16 * MIB + MIB // 2], [2, 20 * MIB]]
+    assert test_row["steps"] == [["run-11", 16 * MIB + MIB // 2, 20 * MIB]]
+    assert test_row["crept"] == MIB // 2
     assert rows(page)["test_a.py::test_new"]["trend"] == [[2, MIB]]
 
 
@@ -107,7 +107,7 @@ def test_without_earlier_reports_there_is_no_history(tmp_path: Path) -> None:
     assert "trend" not in page.overview["tests"][0]
 
 
-def test_a_folder_without_reports_is_no_history(
+def test_a_folder_without_reports_is_refused_as_history(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = write_report(tmp_path / "report.json", [passing()])
@@ -118,7 +118,7 @@ def test_a_folder_without_reports_is_no_history(
     )
 
 
-def test_how_tests_shared_a_device_is_on_the_page_too(tmp_path: Path) -> None:
+def test_the_page_shows_how_tests_shared_a_device(tmp_path: Path) -> None:
     report = write_report(tmp_path / "report.json", [passing()], [USE])
     assert main(["report", str(report)]) == 0
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))

@@ -31,7 +31,7 @@ def held(name: str, *sites: tuple[str, int]) -> TestRecord:
     return record(name, None, measurement=replace(peak, sites=tuple(rows)))
 
 
-def test_what_changed_since_the_base_by_which_lines(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
+def test_changes_since_the_base_are_shown_with_their_lines(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     report(
         tmp_path / "main.json",
         held("test_grown", ("a.py:1", 8 * MIB)),
@@ -75,7 +75,7 @@ def test_what_changed_since_the_base_by_which_lines(gpumem: Gpumem, tmp_path: Pa
     ]
 
 
-def test_a_tests_own_tolerance_and_earlier_name_count(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
+def test_a_test_s_tolerance_and_earlier_name_are_used(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     report(
         tmp_path / "main.json",
         record("test_loose", 100 * MIB),
@@ -96,7 +96,7 @@ def test_a_tests_own_tolerance_and_earlier_name_count(gpumem: Gpumem, tmp_path: 
     ]
 
 
-def test_nothing_changed(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
+def test_an_unchanged_report_is_one_sentence(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     report(tmp_path / "main.json", record("test_same", 4 * MIB))
     assert (
         "**Against `main.json`**: no peak changed."
@@ -117,7 +117,7 @@ def test_another_environment_is_not_compared(gpumem: Gpumem, tmp_path: Path) -> 
     )
 
 
-def test_a_hostile_name_in_the_difference(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
+def test_a_hostile_name_in_the_difference_is_escaped(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     for name, peak in (("a", MIB), ("b", 2 * MIB)):
         report(tmp_path / f"{name}.json", record("x", peak, nodeid=HOSTILE))
     _, lines = gpumem(
@@ -129,7 +129,7 @@ def test_a_hostile_name_in_the_difference(gpumem: Gpumem, tmp_path: Path) -> Non
     assert not any("<script" in line or line.startswith("::") for line in lines)
 
 
-def test_a_file_and_a_name(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
+def test_a_file_and_a_name_can_be_set(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     report(tmp_path / "a.json", record("test_x", MIB))
     assert gpumem(
         "report", "--to", "markdown", "a.json", "--name", "py 3.12", "-o", "c/comment.md"
@@ -145,7 +145,7 @@ def test_a_file_and_a_name(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F81
         (("a.json", "-o", "."), "report . cannot be written: Is a directory"),
     ],
 )
-def test_bad_input(
+def test_bad_input_is_one_sentence(
     refusal: Refusal,  # noqa: F811
     tmp_path: Path,
     arguments: tuple[str, ...],

@@ -25,12 +25,12 @@ LINE = {
 
 
 def drawn() -> TestRecord:
-    told = measured(
+    drawn_test = measured(
         5 * MIB,
         replace(phase("forward", 5 * MIB), composition={"activations": 5 * MIB}),
         composition={"parameters": MIB, "activations": 4 * MIB},
     )
-    return record("test_a.py::test_$x$_and_<y>", replace(told, timeline=LINE))
+    return record("test_a.py::test_$x$_and_<y>", replace(drawn_test, timeline=LINE))
 
 
 def plot(tmp_path: Path, *arguments: str, name: str = "picture.svg") -> int:
@@ -39,12 +39,12 @@ def plot(tmp_path: Path, *arguments: str, name: str = "picture.svg") -> int:
 
 
 def texts(path: Path) -> str:
-    """The texts of an SVG: matplotlib draws letters, and names them in comments."""
+    """Return the texts of an SVG; matplotlib draws letters and has the texts in comments."""
     return "\n".join(re.findall(r"<!-- (.*) -->", path.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("kind", ["composition", "phases", "timeline"])
-def test_every_kind_is_drawn_with_its_units(tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_picture_is_drawn_with_its_units(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("matplotlib")
     assert plot(tmp_path, "--kind", kind, "--test", "test_$x$") == 0
     said = texts(tmp_path / "picture.svg")
@@ -70,7 +70,7 @@ def test_the_peaks_of_all_tests_are_drawn_by_default(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_drawn_is_said_in_one_sentence(
+def test_a_picture_that_cannot_be_drawn_is_one_sentence(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -79,9 +79,9 @@ def test_what_cannot_be_drawn_is_said_in_one_sentence(
     assert not (tmp_path / "picture.svg").exists()
 
 
-def test_history_marks_steps_and_names_what_brought_them(tmp_path: Path) -> None:
+def test_history_marks_steps_and_names_their_reports(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    # A step of 16 MiB, one back of 8 MiB, and two of 1 MiB, which are within 1% + 1MiB.
+    # A step of 16 MiB, one down by 8 MiB, and two of 1 MiB, which are within 1% + 1MiB.
     for number, peak in enumerate((64, 80, 72, 73, 74)):
         write_report(
             tmp_path / "reports" / f"run-{number}.json",
@@ -100,7 +100,7 @@ def test_history_marks_steps_and_names_what_brought_them(tmp_path: Path) -> None
     assert "Peak over time [sim-A100-40GB-torch2.13]" in said
 
 
-def test_history_draws_what_changed_most_of_many_tests(tmp_path: Path) -> None:
+def test_history_draws_the_tests_that_changed_most(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for number in range(2):
         write_report(
@@ -115,7 +115,7 @@ def test_history_draws_what_changed_most_of_many_tests(tmp_path: Path) -> None:
     assert "test_03" not in said
 
 
-def test_several_reports_are_for_history(
+def test_several_reports_are_accepted_only_for_history(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plot(tmp_path, "--git", "HEAD") == 2
@@ -130,7 +130,7 @@ def test_another_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
-def test_without_matplotlib_the_remedy_is_said(
+def test_missing_matplotlib_is_reported_with_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

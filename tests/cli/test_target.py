@@ -1,4 +1,4 @@
-"""What a command's TARGET names."""
+"""Functions and tests that a command's TARGET names."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("training_script:Holder.step", 8),
     ],
 )
-def test_a_function_of_a_module_or_a_file(project: Path, text: str, value: int) -> None:
+def test_a_target_is_a_function_of_a_module_or_a_file(project: Path, text: str, value: int) -> None:
     target = find_target(text)
     assert not isinstance(target, str)
     assert target() == value
 
 
-def test_a_test_id(project: Path) -> None:
+def test_a_target_is_a_test_id(project: Path) -> None:
     (project / "test_it.py").touch()
     assert find_target("test_it.py::TestX::test_y[a:b]") == "test_it.py::TestX::test_y[a:b]"
 
@@ -66,9 +66,7 @@ def test_a_test_id(project: Path) -> None:
         ("training_script:Holder.nothing", "training_script has no Holder.nothing"),
     ],
 )
-def test_what_is_wrong_with_a_target_is_said_in_one_sentence(
-    project: Path, text: str, sentence: str
-) -> None:
+def test_a_wrong_target_is_refused_in_one_sentence(project: Path, text: str, sentence: str) -> None:
     with pytest.raises(TargetError) as raised:
         find_target(text)
     assert sentence in str(raised.value)
@@ -82,7 +80,7 @@ def test_what_is_wrong_with_a_target_is_said_in_one_sentence(
         ("import pytest; pytest.skip('no GPU', allow_module_level=True)", "Skipped: no GPU"),
     ],
 )
-def test_a_module_that_ends_its_import_is_a_target_that_cannot_be_run(
+def test_a_module_that_exits_during_import_is_refused(
     tmp_path: Path, body: str, reason: str
 ) -> None:
     path = tmp_path / "leaving.py"

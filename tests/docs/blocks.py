@@ -1,4 +1,4 @@
-"""What the documentation shows: code, commands, and what they print."""
+"""Code, commands and their output, as the documentation shows them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PAGES = (
 )
 
 PRINTED_BY = re.compile(r"<!-- printed by: (.*) -->")
-"""What stands in front of a block that is part of a command's output, on 80 columns."""
+"""The comment before a block that is part of a command's output, on 80 columns."""
 
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:pip|python|pytest|gpumem|tox) .*|pytest")
-"""How a line begins that is to be typed."""
+"""The start of a line that a reader types."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Block:
 
     @property
     def name(self) -> str:
-        """As a test calls it."""
+        """The id of its test."""
         return f"{self.page}:{self.line}"
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Something to be run, and the lines that it prints; ``None`` where these are not shown."""
+    """A command or code, and its printed lines; ``None`` where these are not shown."""
 
     page: str
     line: int
@@ -52,7 +52,7 @@ class Shown:
 
     @property
     def name(self) -> str:
-        """As a test calls it."""
+        """The id of its test."""
         return f"{self.page}:{self.line}"
 
 
@@ -71,7 +71,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def printed_blocks() -> list[Shown]:
-    """Return every block that says by which command it was printed."""
+    """Return every block that names the command that printed it."""
     return [
         Shown(page, block.line, block.printed_by, tuple(block.text.splitlines()))
         for page in PAGES
@@ -86,7 +86,7 @@ def commands() -> list[Shown]:
 
 
 def python_blocks() -> list[Shown]:
-    """Return every block of Python; a block of text right behind one is what it prints."""
+    """Return every block of Python; a block of text right after it is its output."""
     found = []
     for page in PAGES:
         all_blocks = blocks(page)
@@ -128,7 +128,7 @@ def _commands(block: Block) -> Iterator[Shown]:
 
 
 def agrees(shown: tuple[str, ...], printed: list[str], *, part: bool = False) -> bool:
-    """Whether ``printed`` is what is shown, or has it as a ``part``.
+    """Return whether ``printed`` equals ``shown``, or contains it where ``part`` is set.
 
     A line of ``...`` stands for any lines.
     """

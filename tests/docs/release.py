@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 NAMED_RELEASE = "2.15"
-"""What ``pip install torch`` gives; a simulated A100-40GB, where no other GPU is named."""
+"""The release that ``pip install torch`` gives; the GPU is a simulated A100-40GB by default."""
 
 
 def is_named_release() -> bool:
-    """Whether the torch that runs prints the numbers that are shown."""
+    """Return whether the installed torch prints the numbers that are shown."""
     return torch.__version__.startswith(f"{NAMED_RELEASE}.")

@@ -17,7 +17,7 @@ from tests.docs.blocks import REPOSITORY, blocks  # noqa: E402  # needs markdown
 
 BLOCKS = [block for block in blocks("docs/ci.md") if block.language == "yaml"]
 TRIGGERS = True
-"""What YAML 1.1, as PyYAML reads it, makes of the key ``on``."""
+"""The value of the key ``on`` in YAML 1.1, which PyYAML reads."""
 
 
 def _documents(file: str) -> list[dict[Any, Any]]:
@@ -33,7 +33,7 @@ def _is_shell(script: str) -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-def test_every_workflow_is_one_of_these() -> None:
+def test_every_workflow_is_of_github_or_gitlab() -> None:
     assert len(BLOCKS) == len(GITHUB) + len(GITLAB)
     assert (len(GITHUB), len(GITLAB)) == (2, 2)
 
@@ -45,10 +45,10 @@ def _steps() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("workflow", GITHUB, ids=lambda workflow: workflow["name"])
-def test_a_github_workflow_has_what_github_asks_for(workflow: dict[Any, Any]) -> None:
+def test_a_github_workflow_has_triggers_permissions_and_jobs(workflow: dict[Any, Any]) -> None:
     assert workflow.keys() <= {"name", TRIGGERS, "permissions", "concurrency", "jobs"}
     assert workflow[TRIGGERS].keys() == {"push", "pull_request"}
-    # What action/comment.sh does: read artifacts of runs, read the code, write a comment.
+    # action/comment.sh reads artifacts of runs, reads the code and writes a comment.
     assert workflow["permissions"] == {
         "actions": "read",
         "contents": "read",
@@ -62,7 +62,7 @@ def test_a_github_workflow_has_what_github_asks_for(workflow: dict[Any, Any]) ->
             _is_shell(step.get("run", ""))
 
 
-def test_the_action_is_given_inputs_that_it_has() -> None:
+def test_workflows_give_the_action_only_inputs_that_it_declares() -> None:
     given = [step["with"] for step in _steps() if step.get("uses") == "./pytest-gpumem"]
     assert len(given) == 3
     assert all(one.keys() <= ACTION["inputs"].keys() for one in given)
@@ -70,7 +70,7 @@ def test_the_action_is_given_inputs_that_it_has() -> None:
     assert len(set(names)) == len(names)  # each job has a comment and an artifact of its own
 
 
-def test_the_action_runs_on_what_it_declares() -> None:
+def test_the_action_uses_only_inputs_that_it_declares() -> None:
     text = (REPOSITORY / "action.yml").read_text()
     assert set(re.findall(r"inputs\.([\w-]+)", text)) == ACTION["inputs"].keys()
     steps = ACTION["runs"]["steps"]
@@ -90,7 +90,7 @@ def test_a_script_is_given_every_variable_that_it_reads(step: str) -> None:
     assert set(re.findall(r"\$\{?(GPUMEM_\w+)", script)) == given.keys() - {"GH_TOKEN"}
 
 
-def test_gitlab_jobs_name_jobs_that_exist_and_hand_on_what_is_read() -> None:
+def test_gitlab_jobs_need_jobs_that_exist_and_keep_their_files() -> None:
     jobs = {name: job for document in GITLAB for name, job in document.items()}
     assert len(jobs) == sum(map(len, GITLAB))
     for name, job in jobs.items():

@@ -1,4 +1,4 @@
-"""Every command and every block of Python in the documentation runs, and prints what is shown."""
+"""Every command and Python block of the documentation runs, and prints its shown output."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ MODEL = """
 def model():
     return Net().cuda(), torch.randn(64, 256, device="cuda")
 """
-"""What other pages take of ``net.py``, which one page shows."""
+"""The functions of ``net.py`` that other pages use; one page shows the file."""
 
 KERNEL = """\
 import pytest
@@ -114,7 +114,7 @@ PREAMBLES = {
     "docs/simulation.md: simulate_operator": "import torch",
     "docs/replay.md: _record_memory_history": "import torch",
 }
-"""What a block takes for granted, by its page and a word in it."""
+"""The code that a block presupposes, by its page and a word in it."""
 
 
 FAILING = {
@@ -139,7 +139,7 @@ pytestmark = pytest.mark.usefixtures("forgotten_imports", "forked_python")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's project: the files that the documentation talks of."""
+    """Return the folder of a user's project, with the files that the documentation mentions."""
     folder = tmp_path_factory.mktemp("project")
     net = _block("# net.py").source + MODEL
     (folder / "net.py").write_text(net)
@@ -152,9 +152,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         failing = _block(word).source.replace(old, new)
         assert new in failing
         (folder / name).write_text(failing)
-    # Only where they are asked for.
+    # Only for blocks that need them.
     (folder / "conftest.py").write_text(f"collect_ignore = {[*FAILING, 'test_kernel.py']}")
-    # Not their tests, which a plain pytest would run.
+    # Without their tests, which a plain pytest would run.
     for name in ("__init__.py", "cnn_memory/__init__.py", "cnn_memory/models.py"):
         (folder / "examples" / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / "examples" / name, folder / "examples" / name)
@@ -178,7 +178,7 @@ COMMANDS = [
 ]
 
 
-def test_what_is_not_run_is_there_and_nothing_is_left_out() -> None:
+def test_exceptions_exist_and_enough_blocks_are_found() -> None:
     found = {command.source for command in commands()}
     assert NOT_RUN.keys() <= found
     assert len(COMMANDS) >= 15
@@ -191,7 +191,7 @@ Run = Callable[[str], Ran]
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, Ran]:
-    """What came of commands that several pages show."""
+    """Hold the results of commands that several pages show."""
     return {}
 
 
@@ -199,7 +199,7 @@ def known() -> dict[str, Ran]:
 def run(
     place: Path, known: dict[str, Ran], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> Run:
-    """Run a command in the project: its exit code, and the lines that it prints."""
+    """Return a function that runs a command: its exit code and printed lines."""
     shutil.copy(place / "recorded.pickle", place / "step.pickle")  # blocks record their own
     monkeypatch.setenv("GPUMEM_SHARE_DIR", str(place / "shared"))
     monkeypatch.chdir(place)
@@ -228,7 +228,7 @@ def _pytest(project: Project, words: list[str]) -> Ran:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_commands(command: Shown, run: Run, place: Path) -> None:
+def test_a_command_prints_the_shown_lines(command: Shown, run: Run, place: Path) -> None:
     for file in sorted(READ & set(command.source.split())):
         needed = place / (f"{file}1.json" if file.endswith("/") else file)
         if not needed.exists():
@@ -242,10 +242,10 @@ def test_commands(command: Shown, run: Run, place: Path) -> None:
 
 
 @pytest.mark.parametrize("block", printed_blocks(), ids=lambda block: block.name)
-def test_parts_of_output(block: Shown, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_output_are_shown(block: Shown, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, printed = run(f"{block.source} --gpumem-baselines=elsewhere")  # others have recorded some
-    # On every release: of a failure the guide shows the limit, too, which has to be below the peak.
+    # On every release: the limit in a failure that the guide shows has to be below the peak.
     assert code == int(block.source.removeprefix("pytest ") in FAILING), "\n".join(printed)
     if block.output is not None and is_named_release():
         lines = [_without_build(line) for line in printed]
@@ -253,14 +253,14 @@ def test_parts_of_output(block: Shown, run: Run, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
-def test_the_first_pages_say_whose_numbers_they_show(page: str) -> None:
+def test_the_first_pages_name_the_release_of_their_numbers(page: str) -> None:
     text = " ".join((REPOSITORY / page).read_text(encoding="utf-8").split())
     said = re.findall(r"numbers shown are those of a simulated A100-40GB with torch (\S+);", text)
     assert said == [NAMED_RELEASE]
 
 
 @pytest.mark.parametrize("block", python_blocks(), ids=lambda block: block.name)
-def test_python(block: Shown, run: Run, place: Path) -> None:
+def test_a_python_block_prints_the_shown_lines(block: Shown, run: Run, place: Path) -> None:
     known = (text for key, text in PREAMBLES.items() if _is_meant(key, block))
     source = "\n".join((*map(dedent, known), block.source))
     if "def test_" in source:
@@ -270,7 +270,7 @@ def test_python(block: Shown, run: Run, place: Path) -> None:
         path.unlink()  # a plain pytest of another block would run it
         assert code == 0, printed
         return
-    if "simulate_operator" in source:  # what it says holds for the whole process
+    if "simulate_operator" in source:  # it applies to the whole process
         subprocess.run([quick(), "-c", source], cwd=place, check=True)
         return
     printed = _executed(source)
@@ -295,5 +295,5 @@ def _is_meant(key: str, block: Shown) -> bool:
 
 
 def _without_build(line: str) -> str:
-    """Return the line as a torch without a local version, like ``+cpu``, would print it."""
+    """Return the line as a torch without a local version (``+cpu``) prints it."""
     return re.sub(r"(torch \d+\.\d+\.\d+)\+\w+", r"\1", line)

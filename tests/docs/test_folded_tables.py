@@ -1,4 +1,4 @@
-"""Tables of the page on fidelity: what is equal is counted, what several rows say stands once."""
+"""Tables of the page on fidelity: equal rows are counted, and repeated text is shown once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_equal_and_near_rows_are_counted_by_source() -> None:
     ]
 
 
-def test_what_several_rows_have_stands_behind_the_table() -> None:
+def test_text_of_several_rows_is_moved_below_the_table() -> None:
     rows = [
         "| a | here | 1 GiB | 2 GiB | +100.0% | tails |",
         "| b | here | 1 GiB | 2 GiB | +100.0% | tails |",
@@ -45,11 +45,11 @@ def test_what_several_rows_have_stands_behind_the_table() -> None:
     ]
 
 
-def test_other_tables_and_text_stay() -> None:
+def test_other_tables_and_text_are_unchanged() -> None:
     lines = ["# A title", "", "| a | b |", "| --- | --- |", "| 1 | 2 |", "", "text"]
     assert list(folded(lines)) == lines
 
 
-def test_a_table_that_is_equal_is_one_line() -> None:
+def test_a_table_of_equal_rows_is_one_line() -> None:
     rows = ["| a | here | 1 GiB | equal |  |  |"]
     assert list(folded([*HEADER, *rows])) == ["", "Equal, and not listed: 1 of here."]

@@ -1,4 +1,4 @@
-"""Links between pages lead somewhere: to a file that is there, and to one of its headings."""
+"""Links between pages lead to files that exist, and to headings of these."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokens(path: Path) -> list[Token]:
 
 
 def links(path: Path) -> Iterator[str]:
-    """Every link and picture of a page that does not lead into the network."""
+    """Return every link and picture of a page that leads to a local file."""
     for token in tokens(path):
         for child in token.children or ():
             target = str(child.attrs.get("href") or child.attrs.get("src") or "")
@@ -40,7 +40,7 @@ def links(path: Path) -> Iterator[str]:
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """The names of a page's headings, as GitHub and MyST make them."""
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
     found: Counter[str] = Counter()
     names = set()
     page = tokens(path)
@@ -54,7 +54,7 @@ def anchors(path: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_lead_to_existing_files_and_headings(page: str) -> None:
     here = REPOSITORY / page
     for link in links(here):
         target, _, anchor = link.partition("#")
@@ -65,13 +65,13 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(path), link
 
 
-def test_a_heading_has_the_name_that_github_gives_it(tmp_path: Path) -> None:
+def test_a_heading_has_the_anchor_that_github_gives_it(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A `B`, c: d\n\ntext\n\n# Twice\n\n## Twice\n", encoding="utf-8")
     assert anchors(page) == {"a-b-c-d", "twice", "twice-1"}
 
 
-def test_links_of_tables_and_pictures_are_seen(tmp_path: Path) -> None:
+def test_links_of_tables_and_pictures_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("| a |\n|---|\n| [b](c.md#d) |\n\n![e](f.png) <https://g>\n", encoding="utf-8")
     assert list(links(page)) == ["c.md#d", "f.png"]
@@ -83,12 +83,12 @@ def test_every_page_of_the_guide_is_in_its_index() -> None:
     assert [page for page in pages if index.count(page) != 1] == ["index"]
 
 
-def test_every_page_is_looked_at() -> None:
+def test_every_page_is_tested() -> None:
     assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/index.md"} <= set(PAGES)
     assert "docs/reference/report.md" in PAGES
 
 
-def test_the_guide_is_short() -> None:
+def test_the_guide_is_below_its_maximum_length() -> None:
     index = (REPOSITORY / "docs/index.md").read_text(encoding="utf-8")
     guide = index.partition(":caption: The guide")[2].partition("```")[0].split()[2:]
     assert guide[0] == "device"

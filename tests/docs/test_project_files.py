@@ -1,4 +1,4 @@
-"""Files that only GitHub or pre-commit read: well formed, and about things that are there."""
+"""Files that only GitHub or pre-commit read are well-formed and name things that exist."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def steps(path: Path) -> Iterator[Json]:
 
 
 def commands(path: Path) -> Iterator[str]:
-    """Every line that a workflow runs, with what its matrix may put in."""
+    """Return every line that a workflow runs, with the values of its matrix."""
     for step in steps(path):
         yield from step.get("run", "").splitlines()
 
 
 def mappings(node: Any) -> Iterator[Any]:
-    """Every mapping in a file, as PyYAML composes it."""
+    """Yield every mapping in a file, as PyYAML composes it."""
     if node.id == "mapping":
         yield node
         for _, value in node.value:
@@ -57,7 +57,7 @@ def mappings(node: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
-def test_it_is_yaml_without_a_key_twice(path: Path) -> None:
+def test_a_file_is_yaml_without_duplicate_keys(path: Path) -> None:
     found = list(mappings(yaml.compose(path.read_text(encoding="utf-8"))))
     assert found
     for mapping in found:
@@ -66,7 +66,7 @@ def test_it_is_yaml_without_a_key_twice(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=named)
-def test_a_workflow_says_when_where_and_with_which_rights(path: Path) -> None:
+def test_a_workflow_has_triggers_runners_and_permissions(path: Path) -> None:
     workflow = read(path)
     # YAML 1.1, which PyYAML reads, takes the key "on" for true.
     assert workflow[True]
@@ -77,7 +77,7 @@ def test_a_workflow_says_when_where_and_with_which_rights(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=named)
-def test_every_action_is_of_a_stated_version(path: Path) -> None:
+def test_every_action_has_a_version(path: Path) -> None:
     used = [step["uses"] for step in steps(path) if "uses" in step]
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)", action) for action in used), used
 
@@ -92,7 +92,7 @@ def test_every_python_and_every_torch_release_is_tested() -> None:
     assert {name.removesuffix("-whole") for name in environments} - {"coverage", "dry"} == releases
 
 
-def test_the_environments_of_tox_that_are_run_exist() -> None:
+def test_tox_environments_that_are_run_exist() -> None:
     jobs = read(GITHUB / "workflows" / "ci.yml")["jobs"]
     environments = jobs["lint"]["strategy"]["matrix"]["environment"]
     assert all(TOX.has_section(f"testenv:{name}") for name in environments)
@@ -108,7 +108,7 @@ def test_the_files_that_a_workflow_runs_exist(path: Path) -> None:
     assert all((REPOSITORY / word).exists() for word in ours), ours
 
 
-def test_no_stranger_runs_code_on_the_machine_with_the_gpu() -> None:
+def test_no_pull_request_runs_code_on_the_machine_with_the_gpu() -> None:
     workflow = read(GITHUB / "workflows" / "gpu.yml")
     assert workflow[True].keys() == {"push", "workflow_dispatch"}
     (job,) = workflow["jobs"].values()
@@ -128,7 +128,7 @@ def test_a_release_is_uploaded_without_a_token() -> None:
 
 
 @pytest.mark.parametrize("path", FORMS, ids=named)
-def test_an_issue_form_is_one_that_github_shows(path: Path) -> None:
+def test_an_issue_form_is_valid_for_github(path: Path) -> None:
     form = read(path)
     assert form["name"]
     assert form["description"]
@@ -142,7 +142,7 @@ def test_an_issue_form_is_one_that_github_shows(path: Path) -> None:
     assert env["validations"] == {"required": True}
 
 
-def test_a_number_that_differs_is_asked_for_with_its_program() -> None:
+def test_the_form_for_a_wrong_number_asks_for_its_program() -> None:
     fields = read(GITHUB / "ISSUE_TEMPLATE" / "number.yml")["body"]
     required = [one["id"] for one in fields if one.get("validations", {}).get("required")]
     assert required == ["env", "program", "numbers", "metric"]
@@ -161,7 +161,7 @@ def test_pre_commit_runs_what_tox_runs() -> None:
     assert hooks == expected
 
 
-def test_the_oldest_python_is_the_one_that_style_and_types_are_checked_for() -> None:
+def test_style_and_types_are_checked_for_the_oldest_python() -> None:
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     (oldest,) = re.findall(r'^requires-python = ">=3\.(\d+)"', project, re.M)
     assert f'target-version = "py3{oldest}"' in project

@@ -1,4 +1,4 @@
-"""The reference is what the package says of itself, and the picture what a run prints."""
+"""The reference is generated from the package, and the picture from a run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ PAGES = pages()
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_what_the_package_says(name: str) -> None:
+def test_a_page_of_the_reference_is_up_to_date(name: str) -> None:
     stored = (FOLDER / name).read_text(encoding="utf-8")
     assert stored == PAGES[name], "run: python docs/make_reference.py"
 
 
-def test_there_is_no_other_page() -> None:
+def test_the_reference_has_no_other_page() -> None:
     assert {path.name for path in FOLDER.iterdir()} == PAGES.keys()
 
 
-def test_every_option_and_ini_name_is_there() -> None:
+def test_every_option_and_ini_name_is_in_the_reference() -> None:
     registered = Registered()
     assert registered.options.keys() <= registered.ini.keys()
     for name in registered.ini:
         assert f"`{name}`" in PAGES["options.md"]
-    # From the module's own tables, so that a way of registering which is not seen would be.
+    # From the module's own tables, to find options that are registered in any other way.
     tables = (options._VALUES, options._FLAGS, options._VALUE_FLAGS, options._MARKER_DEFAULTS)
     assert registered.ini.keys() == {*options._FURTHER, *(name for one in tables for name in one)}
 
@@ -44,7 +44,7 @@ def test_an_option_is_shown_as_it_is_written() -> None:
     assert "| `--gpumem-all`<br>`gpumem_all` | Measure and report" in page
 
 
-def test_every_keyword_of_the_marker_is_there() -> None:
+def test_every_keyword_of_the_marker_is_in_the_reference() -> None:
     page = PAGES["marker.md"]
     assert all(f"| `{keyword}` | " in page for keyword in marker.Expectation.__dataclass_fields__)
     assert "| `warmup` | An int from 0 up. | `0` | Number of runs" in page
@@ -63,7 +63,7 @@ def test_a_keyword_without_a_description_is_refused(monkeypatch: pytest.MonkeyPa
         pages()
 
 
-def test_a_field_of_a_schema_shows_its_type_and_whether_it_is_always_there() -> None:
+def test_a_field_of_a_schema_shows_its_type_and_if_it_is_required() -> None:
     schema = {
         "description": "All sizes in bytes.",
         "properties": {"a": {"$ref": "#/$defs/one"}, "b": {"$ref": "#/$defs/size"}},
@@ -96,7 +96,7 @@ def test_a_field_without_a_description_is_refused() -> None:
 @pytest.mark.parametrize(
     "figure", ["| 58,371 | 58,371 |", "34 of 34 equal", "300 training runs", "97.3%"]
 )
-def test_figures_that_the_guide_quotes_are_those_of_the_page_that_is_measured(figure: str) -> None:
+def test_figures_in_the_guide_are_those_of_the_measured_page(figure: str) -> None:
     docs = FOLDER.parent
     assert figure in (docs / "fidelity.md").read_text(encoding="utf-8")
     quoted = (docs / "simulated.md").read_text(encoding="utf-8")
@@ -110,7 +110,7 @@ def test_the_picture_shows_what_a_run_prints() -> None:
     assert _drawn() == printed, "run: python docs/make_picture.py"
 
 
-def test_the_failure_that_is_taken_apart_is_the_one_of_the_picture() -> None:
+def test_the_failure_explained_in_the_guide_is_that_of_the_picture() -> None:
     page = (FOLDER.parent / "explain.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"failure\.svg -->\n\n```\n(.*?)^```", page, re.M | re.S)
     drawn = _drawn()
@@ -131,7 +131,7 @@ def _plain(element: ElementTree.Element) -> str:
     return (element.text or "").replace("\xa0", " ")
 
 
-def test_the_picture_asks_the_network_for_nothing() -> None:
+def test_the_picture_loads_nothing_from_the_network() -> None:
     text = make_picture.PICTURE.read_text(encoding="utf-8")
     assert "url(http" not in text
     assert "@import" not in text

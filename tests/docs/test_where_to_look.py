@@ -1,4 +1,4 @@
-"""What the pages for those who change the code name is there."""
+"""Files and names in the pages for contributors exist."""
 
 from __future__ import annotations
 

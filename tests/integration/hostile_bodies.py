@@ -1,6 +1,6 @@
-"""Bodies that treat the process badly, by name; each with the outcome that it has to have.
+"""Test bodies that damage the state of their process, by name, each with its required outcome.
 
-Used by ``test_hostile_bodies.py``, which runs every one of them beside a test of a known number.
+Used by ``test_hostile_bodies.py``, which runs each before a test with a known number.
 """
 
 from __future__ import annotations

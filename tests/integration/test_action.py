@@ -1,4 +1,4 @@
-"""The GitHub action's steps, by hand, on two commits of a repository."""
+"""The GitHub action's steps, run as shell scripts on two commits of a repository."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ GROWN = """
 
 
 class Runner:
-    """A job of GitHub Actions: a repository, a server, and what the steps hand on."""
+    """A job of GitHub Actions: a repository, a server, and the outputs of its steps."""
 
     def __init__(self, path: Path) -> None:
         self.repository, self.server = path / "repository", path / "server"
@@ -99,14 +99,14 @@ class Runner:
         self.git("commit", "--quiet", "--message", "a change")
 
     def tests(self) -> dict[str, str]:
-        """Run the tests' step; return its outputs."""
+        """Run the step that runs the tests; return its outputs."""
         (self.path / "output").write_text("")
         self._step("tests.sh")
         lines = (self.path / "output").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines)
 
     def comment(self, outputs: dict[str, str]) -> str:
-        """Run the comment's step; return what it printed."""
+        """Run the step that writes the comment; return its printed output."""
         return self._step("comment.sh", GPUMEM_REPORT=outputs["report"])
 
     def _step(self, script: str, **environment: str) -> str:
@@ -122,7 +122,7 @@ class Runner:
         return ran.stdout
 
     def keep(self, run: str, outputs: dict[str, str]) -> None:
-        """What actions/upload-artifact does on the branch ``main``."""
+        """Store the report as actions/upload-artifact does on the branch ``main``."""
         shutil.copytree(Path(outputs["report"]).parent, self.server / "runs" / run / "gpumem")
 
     @property
@@ -138,7 +138,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     return Runner(tmp_path)
 
 
-def test_two_commits_and_one_comment(runner: Runner) -> None:
+def test_two_commits_get_one_comment_that_is_updated(runner: Runner) -> None:
     runner.commit(test_net=TEST, net=NET)
     before = runner.tests()
     assert before["code"] == "0"
@@ -163,13 +163,13 @@ def test_two_commits_and_one_comment(runner: Runner) -> None:
     assert re.sub(r"torch \d+\.\d+", f"torch {NAMED_RELEASE}", ours["body"]) == shown
 
 
-def test_a_token_that_may_not_write_is_a_warning(runner: Runner) -> None:
+def test_a_token_without_write_permission_is_a_warning(runner: Runner) -> None:
     (runner.server / "read-only").touch()
     runner.commit(test_net="def test_nothing(): ...")
     assert runner.comment(runner.tests()).startswith("::warning::pytest-gpumem: the pull request")
 
 
-def test_tests_that_fail_are_told_and_fail_the_last_step(runner: Runner) -> None:
+def test_failing_tests_are_reported_and_fail_the_last_step(runner: Runner) -> None:
     runner.commit(test_net=TEST.replace("12MiB", "4MiB"), net=NET)
     outputs = runner.tests()
     runner.comment(outputs)
@@ -184,7 +184,7 @@ def test_tests_without_a_report_are_a_warning(runner: Runner) -> None:
     assert "wrote no report" in runner.comment(outputs)
 
 
-def test_the_action_runs_these_scripts_and_hands_nothing_to_a_shell_unquoted() -> None:
+def test_the_action_runs_two_scripts_and_expands_nothing_in_a_shell() -> None:
     text = (REPOSITORY / "action.yml").read_text()
     assert re.findall(r"GITHUB_ACTION_PATH/([\w/.]+)", text) == [
         "action/tests.sh",

@@ -38,7 +38,7 @@ def snapshots(project: Project) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("history", [(), ("--gpumem-history",)], ids=["default", "history"])
-def test_tests_that_fail_leave_a_snapshot(project: Project, history: tuple[str, ...]) -> None:
+def test_a_failing_test_leaves_a_snapshot(project: Project, history: tuple[str, ...]) -> None:
     project.write(test_fail=TESTS)
 
     project.run("--gpumem-artifacts=artifacts", *history)
@@ -51,7 +51,7 @@ def test_tests_that_fail_leave_a_snapshot(project: Project, history: tuple[str, 
     assert set(too_large) >= {"segments", "device_traces", "allocator_settings"}
 
 
-def test_without_a_folder_there_are_none(project: Project) -> None:
+def test_no_snapshot_is_written_without_a_folder(project: Project) -> None:
     project.write(test_fail=TESTS)
 
     project.run()
@@ -59,7 +59,7 @@ def test_without_a_folder_there_are_none(project: Project) -> None:
     assert not (project.path / "artifacts").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_said(project: Project) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(project: Project) -> None:
     project.write(test_fail=TESTS)
     (project.path / "artifacts").write_text("a file")
 

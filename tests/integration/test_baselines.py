@@ -1,4 +1,4 @@
-"""Baselines through pytest: who writes what, when, and what a comparison says."""
+"""Baselines in pytest runs: when they are written, pruned and compared, and what runs report."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_tests_that_do_not_pass_are_not_recorded(project: Project) -> None:
         ("baseline=False", ("--gpumem-require-baselines",), "passed"),
     ],
 )
-def test_a_missing_baseline(
+def test_the_outcome_with_a_missing_baseline(
     project: Project, marker: str, args: tuple[str, ...], outcome: str
 ) -> None:
     project.write(
@@ -172,7 +172,7 @@ def test_a_missing_baseline(
     project.run(*args).assert_outcomes(**{outcome: 1})
 
 
-def test_ci_alone_does_not_demand_baselines_of_tests_that_did_not_ask(
+def test_ci_requires_no_baseline_of_a_test_that_does_not_ask_for_one(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI", "true")
@@ -202,7 +202,7 @@ def test_pruning_deletes_tests_that_no_longer_exist(project: Project) -> None:
 
 
 @pytest.mark.parametrize("args", [("test_sizes.py::test_size[small]",), ("--lf",)], ids=str)
-def test_pruning_deletes_nothing_it_did_not_see(project: Project, args: tuple[str, ...]) -> None:
+def test_pruning_keeps_tests_not_collected(project: Project, args: tuple[str, ...]) -> None:
     write_sizes(project)
     project.run("--gpumem-update-baselines")
 
@@ -211,7 +211,7 @@ def test_pruning_deletes_nothing_it_did_not_see(project: Project, args: tuple[st
     assert len(peaks(project)) == 2
 
 
-def test_pruning_waits_for_a_session_that_runs_to_its_end(project: Project) -> None:
+def test_an_interrupted_session_prunes_nothing(project: Project) -> None:
     write_sizes(project)
     project.run("--gpumem-update-baselines")
     project.write(test_sizes="def test_other(): pass", test_broken="raise RuntimeError")
@@ -239,7 +239,7 @@ def test_pruning_works_from_the_controller_of_workers(project: Project) -> None:
     assert peaks(project) == {"test_sizes.py.json::test_size[small]": 512}
 
 
-def test_a_damaged_file_fails_its_tests_with_one_sentence_and_stays(project: Project) -> None:
+def test_a_damaged_file_fails_its_tests_in_one_sentence_and_is_kept(project: Project) -> None:
     write_sizes(project)
     project.run("--gpumem-update-baselines")
     (path,) = (project.path / "baselines").rglob("*.json")

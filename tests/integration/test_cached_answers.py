@@ -1,4 +1,4 @@
-"""Functions that cache whether there is a GPU answer anew where it comes and goes."""
+"""Functions that cache whether there is a GPU are evaluated anew where one comes or goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.cached_answers import CACHED
 from tests.pytest_project import Project
 
 
-def test_a_cached_answer_is_that_of_the_present_device(project: Project) -> None:
+def test_a_cached_answer_follows_the_current_device(project: Project) -> None:
     project.write(test_cached=CACHED)
     project.run_anew("-p", "no:randomly").assert_outcomes(passed=3)
 
@@ -24,7 +24,7 @@ def test_plain():
 
 
 @pytest.mark.parametrize("before", [(), ("-p", "torch._dynamo")])
-def test_dynamo_follows_the_question_in_an_ordinary_suite(
+def test_dynamo_traces_the_question_for_a_gpu_in_a_suite_without_gpu(
     project: Project, before: tuple[str, ...]
 ) -> None:
     project.write(test_plain=PLAIN)
@@ -32,7 +32,7 @@ def test_dynamo_follows_the_question_in_an_ordinary_suite(
     result.assert_outcomes(passed=1)
 
 
-def test_a_cached_tensor_is_made_again(project: Project) -> None:
+def test_a_cached_tensor_is_created_again_in_the_second_run(project: Project) -> None:
     project.write(
         test_it="""
         import functools

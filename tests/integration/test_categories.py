@@ -1,4 +1,4 @@
-"""Buffers, copies of parameters and frozen ones: what they are called, and what they count as."""
+"""Names and categories of buffers, copies of parameters and frozen parameters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compositions(project: Project) -> dict[str, Any]:
     }
 
 
-def test_copies_and_frozen_parameters_are_parameters(compositions: dict[str, Any]) -> None:
+def test_copies_of_parameters_and_frozen_ones_are_parameters(compositions: dict[str, Any]) -> None:
     held = {name: measured["composition"] for name, measured in compositions.items()}
     plain = held["plain"]
     assert plain["parameters"] == WEIGHT
@@ -84,7 +84,7 @@ def test_copies_and_frozen_parameters_are_parameters(compositions: dict[str, Any
     assert held["frozen"] == {**plain, "parameters": 2 * WEIGHT + WEIGHT // 2}
 
 
-def test_buffers_are_named_and_copies_stand_at_the_line_that_made_them(
+def test_buffers_are_named_and_copies_have_the_line_that_made_them(
     compositions: dict[str, Any],
 ) -> None:
     sites = compositions["copied"]["sites"]

@@ -49,7 +49,7 @@ IDS = [f"test_shared.py::{name}" for name in NAMES]
 def charged(test: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of a test's measurement that other tests must not change.
 
-    Stray bytes are the others' own, and reserved ones depend on what segments they left room in.
+    Stray bytes belong to other tests, and reserved bytes depend on free room in their segments.
     """
     measurement = test["measurement"]
     phases = measurement["phases"]
@@ -89,17 +89,17 @@ def test_a_test_is_charged_what_its_fixtures_hold(project: Project) -> None:
     assert tests[IDS[3]]["measurement"]["stray"] == 4_096 + 256_000 + 1_000_448
 
 
-def test_the_set_up_phase_is_the_fixtures_one_after_the_other(project: Project) -> None:
+def test_the_setup_phase_is_the_sequence_of_the_fixtures_setups(project: Project) -> None:
     project.write(test_shared=SHARED_FIXTURES)
 
     setup = project.report()[IDS[0]]["measurement"]["phases"]["setup"]
 
-    # The peak is within model's set-up: its input and output, and the workspace.
+    # The peak is within the set-up of model: its input and output, and the workspace.
     assert setup["peak_allocated"] == 4_096 + 256_000 + 2 * 1_024 + 8_519_680
     assert setup["allocated_after"] == 4_096 + 256_000 + 7_168
 
 
-def test_any_order_gives_the_same_bytes(project: Project) -> None:
+def test_charged_bytes_are_the_same_in_any_order(project: Project) -> None:
     project.write(test_shared=SHARED_FIXTURES)
     alone = {id_: charged(project.report(id_)[id_]) for id_ in IDS}
 
@@ -108,7 +108,7 @@ def test_any_order_gives_the_same_bytes(project: Project) -> None:
         assert {id_: charged(test) for id_, test in together.items()} == alone
 
 
-def test_workers_give_the_same_bytes(project: Project) -> None:
+def test_charged_bytes_are_the_same_on_workers(project: Project) -> None:
     project.write(test_shared=SHARED_FIXTURES)
     alone = {id_: charged(test) for id_, test in project.report().items()}
 
@@ -117,7 +117,7 @@ def test_workers_give_the_same_bytes(project: Project) -> None:
     assert {id_: charged(test) for id_, test in spread.items()} == alone
 
 
-def test_fixtures_asked_for_dynamically_are_the_test_s_own(project: Project) -> None:
+def test_fixtures_requested_dynamically_are_charged_to_the_test(project: Project) -> None:
     project.write(
         test_dynamic="""
         @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_fixtures_asked_for_dynamically_are_the_test_s_own(project: Project) -> 
         assert together[id_]["leaked"] == alone[id_]["leaked"] == 0
 
 
-def test_a_fixture_that_extends_another_is_charged_with_it(project: Project) -> None:
+def test_a_fixture_that_overrides_and_requests_another_is_charged_with_it(project: Project) -> None:
     project.write(
         conftest="""
         @pytest.fixture(scope="session")
@@ -191,7 +191,7 @@ def test_a_fixture_that_extends_another_is_charged_with_it(project: Project) -> 
     assert (extended["peak_allocated"], extended["stray"]) == (4_096 + 8_192 + 512, 0)
 
 
-def test_a_fixture_of_each_parameter_is_charged_by_itself(project: Project) -> None:
+def test_each_parameter_of_a_fixture_is_charged_separately(project: Project) -> None:
     project.write(
         test_params="""
         @pytest.fixture(scope="module", params=[1024, 4096])
@@ -212,7 +212,7 @@ def test_a_fixture_of_each_parameter_is_charged_by_itself(project: Project) -> N
     }
 
 
-def test_memory_of_xunit_set_up_is_the_test_s_own(project: Project) -> None:
+def test_memory_of_xunit_setup_is_charged_to_the_test(project: Project) -> None:
     project.write(
         test_xunit="""
         class TestX:
@@ -235,7 +235,7 @@ def test_memory_of_xunit_set_up_is_the_test_s_own(project: Project) -> None:
     assert (measurement["allocated_after"], measurement["leaked"]) == (4_096 + 8_192 + 512, 0)
 
 
-def test_a_shared_fixture_from_an_unmarked_test_is_set_up_anew_on_the_gpu(project: Project) -> None:
+def test_a_shared_fixture_of_an_unmarked_test_is_set_up_again_on_the_gpu(project: Project) -> None:
     project.write(
         test_mixed="""
         @pytest.fixture(scope="module")
@@ -283,7 +283,7 @@ def test_a_shared_fixture_from_an_unmarked_test_is_set_up_anew_on_the_gpu(projec
     assert project.report(plain, marked)[marked]["measurement"]["peak_allocated"] == 5_120
 
 
-def test_a_shared_fixture_is_set_up_anew_on_each_gpu_model(project: Project) -> None:
+def test_a_shared_fixture_is_set_up_again_on_each_gpu_model(project: Project) -> None:
     project.write(
         test_models="""
         @pytest.fixture(scope="module")

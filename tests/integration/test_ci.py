@@ -1,4 +1,4 @@
-"""What a run tells the CI system it runs in."""
+"""Reports of a run to the CI system it runs in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def summary(project: Project, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_github_gets_annotations_and_a_summary_by_itself(project: Project, summary: Path) -> None:
+def test_github_gets_annotations_and_a_summary_by_default(project: Project, summary: Path) -> None:
     result = project.run()
     assert sum(line.startswith(ERROR) for line in result.outlines) == 1
     assert "| `test_it.py::test_a` | 2.0 MiB | limit 1.0 MiB | +1.0 MiB (+100.0 %) |" in (
@@ -36,25 +36,25 @@ def test_github_gets_annotations_and_a_summary_by_itself(project: Project, summa
     )
 
 
-def test_workers_tell_it_once(project: Project, summary: Path) -> None:
+def test_a_run_with_workers_writes_annotations_once(project: Project, summary: Path) -> None:
     result = project.run_apart("-n1")
     assert sum(line.startswith(ERROR) for line in result.outlines) == 1
     assert summary.read_text().count("pytest-gpumem") == 1
 
 
-def test_one_option_switches_it_off(project: Project, summary: Path) -> None:
+def test_report_off_writes_nothing_for_ci(project: Project, summary: Path) -> None:
     result = project.run("--gpumem-report=off")
     assert not any(line.startswith("::") for line in result.outlines)
     assert not summary.exists()
 
 
-def test_a_run_without_measured_tests_says_nothing(project: Project, summary: Path) -> None:
+def test_a_run_without_measured_tests_writes_nothing(project: Project, summary: Path) -> None:
     project.write(test_it="def test_a(): ...")
     project.run()
     assert not summary.exists()
 
 
-def test_gitlab_gets_markdown_by_itself(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gitlab_gets_markdown_by_default(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITLAB_CI", "true")
     monkeypatch.setenv("CI_PROJECT_DIR", str(project.path))
     project.write(test_it=GREW)
@@ -69,7 +69,7 @@ def test_markdown_that_cannot_be_written_fails_the_run(project: Project) -> None
     result.stdout.fnmatch_lines(["note: report * cannot be written: Is a directory; *"])
 
 
-def test_hostile_names_are_text_from_end_to_end(project: Project, summary: Path) -> None:
+def test_hostile_names_are_shown_as_text_in_every_report(project: Project, summary: Path) -> None:
     project.write(
         test_it="""
             NAMES = ["<script>", "\\x1b[31m", "a\\n::error::b", "`c`|d\\\\|e", "::warning::f"]

@@ -1,4 +1,4 @@
-"""What is decided while tests are collected."""
+"""Markers, GPU models and skips that are decided while tests are collected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.pytest_project import Project
 
 
-def test_a_wrong_marker_is_an_error_of_its_module_in_one_sentence(project: Project) -> None:
+def test_a_wrong_marker_is_a_collection_error_in_one_sentence(project: Project) -> None:
     project.write(
         test_wrong="""
         @pytest.mark.gpumem(maximum="1GB")
@@ -43,7 +43,7 @@ def test_a_wrong_marker_is_an_error_of_its_module_in_one_sentence(project: Proje
     assert project.run().ret == pytest.ExitCode.INTERRUPTED
 
 
-def test_a_wrong_marker_fails_under_workers_too(project: Project) -> None:
+def test_a_wrong_marker_is_a_collection_error_on_workers_too(project: Project) -> None:
     project.write(
         test_wrong="""
         @pytest.mark.gpumem(warmup=-1)
@@ -86,7 +86,7 @@ def test_a_wrong_option_is_a_usage_error(project: Project) -> None:
     )
 
 
-def test_markers_merge_keyword_by_keyword_and_ini_is_weakest(project: Project) -> None:
+def test_markers_merge_by_keyword_and_override_the_ini_file(project: Project) -> None:
     project.write_ini(
         """
         gpumem_max = 1KiB
@@ -169,7 +169,7 @@ def test_several_models_on_the_command_line_run_every_measured_test(project: Pro
     )
 
 
-def test_a_list_of_models_needs_tests_that_can_have_several_ids(project: Project) -> None:
+def test_a_list_of_models_is_refused_for_tests_without_parameters(project: Project) -> None:
     project.write(
         test_models="""
         import unittest
@@ -218,7 +218,7 @@ def test_a_test_is_skipped_where_the_gpu_is_too_small(project: Project, min_memo
         result.assert_outcomes(skipped=0, passed=1)
 
 
-def test_a_cuda_device_that_is_not_there_is_one_sentence(project: Project) -> None:
+def test_an_absent_cuda_device_is_reported_in_one_sentence(project: Project) -> None:
     import torch
 
     if torch.cuda.is_available():

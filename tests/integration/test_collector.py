@@ -1,4 +1,4 @@
-"""Python's garbage collector changes no number: not by what ran before, nor by what a test sets."""
+"""Python's garbage collector changes no number, whatever ran before and whatever a test sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CYCLES = """
         make_cycles(count, kib * KIB)
 """
 
-STRANGERS = """
+OTHER_TESTS = """
     @pytest.mark.parametrize("count", [300, 2000])
     def test_makes_objects(count):
         kept = [[] for _ in range(count)]
@@ -49,7 +49,7 @@ MIB = 1024 * KIB
 
 @pytest.fixture(autouse=True)
 def old_objects() -> Iterator[None]:
-    """As torch has them, and more: CPython looks at old ones when it has a quarter more."""
+    """Add old objects: CPython runs a full collection only after a quarter as many new ones."""
     kept: list[list[object]] = [[] for _ in range(200_000)]
     gc.collect()
     yield
@@ -66,7 +66,7 @@ def peaks(
     }
 
 
-def test_garbage_lives_until_there_are_as_many_blocks_as_make_a_collection_due(
+def test_garbage_lives_until_enough_blocks_make_a_collection_due(
     project: Project,
 ) -> None:
     project.write(test_it=CYCLES)
@@ -82,8 +82,8 @@ def test_garbage_lives_until_there_are_as_many_blocks_as_make_a_collection_due(
     }
 
 
-def test_numbers_are_the_same_alone_and_in_any_company(project: Project) -> None:
-    project.write(test_it=CYCLES, test_a=STRANGERS, test_z=STRANGERS)
+def test_numbers_are_the_same_alone_and_after_other_tests(project: Project) -> None:
+    project.write(test_it=CYCLES, test_a=OTHER_TESTS, test_z=OTHER_TESTS)
 
     names = [f"test_it.py::test_cycles[{name}]" for name in ("24-1024", "60-256", "3000-4")]
     together = peaks(project)
@@ -95,7 +95,7 @@ def test_numbers_are_the_same_alone_and_in_any_company(project: Project) -> None
         assert (together[test], backwards[test]) == (alone, alone)
 
 
-def test_a_body_may_collect_by_itself(project: Project) -> None:
+def test_a_body_may_call_gc_collect(project: Project) -> None:
     project.write(
         test_it=CYCLES
         + """
@@ -110,7 +110,7 @@ def test_a_body_may_collect_by_itself(project: Project) -> None:
     assert peaks(project, "-k", "test_collects") == {"test_collects": 2 * MIB}
 
 
-def test_what_a_body_sets_the_collector_to_ends_with_it(project: Project) -> None:
+def test_settings_of_the_collector_end_with_the_body(project: Project) -> None:
     project.write(
         test_it=CYCLES
         + """
@@ -168,7 +168,7 @@ def test_a_fixture_may_turn_the_collector_off(project: Project) -> None:
 
 
 @pytest.mark.usefixtures("thawed")  # where objects are frozen, all garbage goes
-def test_a_body_that_asks_for_a_fixture_keeps_its_own_garbage(project: Project) -> None:
+def test_a_body_that_requests_a_fixture_keeps_its_own_garbage(project: Project) -> None:
     gc.collect()
     project.write(
         test_it=CYCLES
@@ -211,7 +211,7 @@ def test_old_garbage_is_found_by_a_full_collection(project: Project) -> None:
     assert peak == (7 - 2) * 2000 * 4096
 
 
-def test_garbage_that_goes_with_the_workspaces_is_none(project: Project) -> None:
+def test_memory_freed_while_workspaces_are_cleared_is_no_workspace(project: Project) -> None:
     project.write(
         test_it="""
     @pytest.mark.gpumem

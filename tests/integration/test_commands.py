@@ -1,4 +1,4 @@
-"""Commands that a run suggests are pasted into a shell, where pytest was started."""
+"""Commands that a run suggests work when pasted into the shell that started pytest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.forked import quick
 from tests.pytest_project import LOADED, PLUGINS_OF_SOME_TESTS, Project
 
 NAMES = ["it's", 'a "b"', "x $HOME `y`", "wow!", "a\\b", "[z]::w", "ü"]
-"""Of parameters; what a shell might make something of."""
+"""Parameters with characters that a shell interprets."""
 
 MODULE = """
     @pytest.mark.gpumem(baseline=True)
@@ -56,7 +56,7 @@ def pasted(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def sizes(project: Project) -> dict[str, int]:
-    """Return the stored peaks by test, which all stand in the one right file."""
+    """Return the stored peaks by test; check that there is one file of baselines."""
     (tests,) = project.baselines().values()
     assert list(project.baselines()) == [
         next(iter(project.baselines())).partition("/")[0] + f"/{FOLDER}/{NAME}.py.json"
@@ -76,7 +76,7 @@ PLACES = {
 
 @pytest.mark.skipif(os.name == "nt", reason="a shell of POSIX")
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_suggested_can_be_pasted(
+def test_a_suggested_command_runs_when_pasted(
     repository: Project, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     folder, args, configured = PLACES[place]
@@ -101,14 +101,14 @@ def test_what_is_suggested_can_be_pasted(
     (everything,) = re.findall(r"^accept all \d+: (.*)$", result.stdout.str(), re.MULTILINE)
     assert "--lf" in everything
     if place not in ("root", "a folder beside, paths given"):
-        return  # it is the same command, and a minute's work
+        return  # the command is the same, and runs for a minute
     ran = pasted(everything, started)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert set(sizes(repository).values()) == {8192}
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a shell of POSIX")
-def test_every_name_survives_the_shell(repository: Project) -> None:
+def test_every_test_id_survives_the_shell(repository: Project) -> None:
     repository.run("--gpumem-update-baselines")
     write(repository, 8192)
     result = repository.run("-vv")
@@ -117,12 +117,12 @@ def test_every_name_survives_the_shell(repository: Project) -> None:
     words = "\n".join(f"printf '%s\\n' {line.partition('baselines ')[2]}" for line in accepting)
 
     named = pasted(words, repository.path).stdout.splitlines()
-    told = [line for line in result.outlines if line.startswith("FAILED ")]
-    assert sorted(named) == sorted(re.sub(r"^FAILED (.*) - \+.*", r"\1", line) for line in told)
+    failed = [line for line in result.outlines if line.startswith("FAILED ")]
+    assert sorted(named) == sorted(re.sub(r"^FAILED (.*) - \+.*", r"\1", line) for line in failed)
     assert len(named) == len(NAMES) + 1
 
 
-def test_a_missing_baseline_has_a_command_for_all(repository: Project) -> None:
+def test_missing_baselines_have_one_command_for_all(repository: Project) -> None:
     project = repository
     project.write_in(FOLDER, NAME, MODULE.format(names=["a"], size=512).replace("True", "None"))
 
@@ -134,7 +134,7 @@ def test_a_missing_baseline_has_a_command_for_all(repository: Project) -> None:
     )
 
 
-def test_options_that_decide_what_runs_are_repeated(repository: Project) -> None:
+def test_options_that_select_tests_are_repeated_in_the_command(repository: Project) -> None:
     repository.write_in(
         ".",
         "conftest",
@@ -151,7 +151,7 @@ def test_options_that_decide_what_runs_are_repeated(repository: Project) -> None
     )
 
 
-def test_a_worker_suggests_what_its_controller_was_started_with(
+def test_a_worker_suggests_the_command_line_of_its_controller(
     repository: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = repository.path / "tests"
@@ -160,5 +160,5 @@ def test_a_worker_suggests_what_its_controller_was_started_with(
     ran = pasted("pytest --gpumem-device=sim:T4 -n 1 --junitxml ../junit.xml -k other", started)
     command = 'pytest --gpumem-device=sim:T4 --gpumem-update-baselines "my tests/'
     assert f"record it: {command}" in ran.stdout
-    # As a worker made it.
+    # As on a worker.
     assert "record it: pytest --gpumem-device=sim:T4" in (repository.path / "junit.xml").read_text()

@@ -1,4 +1,4 @@
-"""Baselines of compiled code: not of eager code, and the same whatever ran before."""
+"""Baselines of compiled code: unmet by eager code, and the same whatever ran before."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_baseline_of_compiled_code_is_not_met_by_eager_code(gate: Project) -> 
     assert "compiled code ran eagerly, so what it allocates says nothing of its baseline" in said
 
 
-def test_a_baseline_of_eager_code_is_and_quiet_runs_say_that_it_is_eager(
+def test_a_baseline_of_eager_code_is_met_and_a_quiet_run_notes_it(
     gate: Project,
 ) -> None:
     eager = "--gpumem-sim-compile=eager"
@@ -44,10 +44,10 @@ def test_a_baseline_of_eager_code_is_and_quiet_runs_say_that_it_is_eager(
     assert said.count("note: torch.compile at") == 1
 
 
-def test_a_test_allocates_the_same_whatever_sizes_were_compiled_before(
+def test_a_test_allocates_the_same_after_other_sizes_were_compiled(
     project: Project,
 ) -> None:
-    """Dynamo takes for dynamic what had another size before; Inductor pads no such product."""
+    """Dynamo marks a size that changed as dynamic, and Inductor pads no dynamic product."""
     project.write(
         test_rows="""
         class Head(torch.nn.Linear):

@@ -1,4 +1,4 @@
-"""What holds the bytes at the peak: categories by closed form, sites by line and module."""
+"""The composition of the peak: categories by closed form, sites by line and module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.pytest_project import Project
 pytestmark = pytest.mark.usefixtures("plain_workspaces")
 
 WORKSPACE = 8_519_680
-"""Of cuBLAS on a T4, one for forward and one for backward."""
+"""The workspace of cuBLAS on a T4, one for forward and one for backward."""
 
 TESTS = """
     from torch import nn
@@ -66,7 +66,7 @@ TESTS = """
 """
 
 PARAMETERS = 2 * (256 * 256 * 4 + 3 * 1024)
-"""Of two blocks: a weight, and three vectors of 256 numbers."""
+"""The bytes of two blocks: a weight, and three vectors of 256 numbers."""
 BUFFERS = 2 * (2 * 1024 + 512)
 """Running mean and variance, and a counter."""
 TENSOR = 512 * 256 * 4
@@ -78,7 +78,7 @@ def measured(project: Project, name: str) -> dict[str, Any]:
     return found
 
 
-def test_categories_are_those_of_the_closed_forms(project: Project) -> None:
+def test_categories_match_the_closed_forms(project: Project) -> None:
     phases = measured(project, "test_step")["phases"]
     # Batch norm keeps its input and two vectors of 256 numbers, linear its input, relu its output;
     # the first input belongs to the test and the last output is the net's.
@@ -99,7 +99,7 @@ def test_categories_are_those_of_the_closed_forms(project: Project) -> None:
     assert step["inputs"] == TENSOR
 
 
-def test_inference_keeps_its_output_alone(project: Project) -> None:
+def test_inference_keeps_only_its_output(project: Project) -> None:
     composition = measured(project, "test_inference")["phases"]["forward"]["composition"]
     assert composition["parameters"] == PARAMETERS
     assert composition["inputs"] == TENSOR
@@ -129,11 +129,11 @@ def test_sites_name_line_operator_and_module(project: Project) -> None:
     assert (workspace["operator"], workspace["site"]) == ("cuBLAS", None)
 
 
-def test_what_is_watched_is_known_without_being_called(project: Project) -> None:
+def test_a_watched_module_that_is_not_called_has_its_categories(project: Project) -> None:
     composition = measured(project, "test_functions")["phases"]["backward"]["composition"]
     assert composition["parameters"] == 256 * 256 * 4
     assert composition["gradients"] == 256 * 256 * 4
 
 
-def test_two_runs_say_the_same(project: Project) -> None:
+def test_two_runs_have_the_same_composition(project: Project) -> None:
     assert measured(project, "test_step") == measured(project, "test_step")

@@ -18,7 +18,7 @@ KERNEL = """
 """
 
 
-def test_an_unknown_kernel_is_skipped_with_what_to_write(project: Project) -> None:
+def test_an_unknown_kernel_skips_the_test_with_a_description_to_paste(project: Project) -> None:
     project.write(test_kernel=KERNEL.format(name="alone"))
 
     result = project.run("-rs")
@@ -29,7 +29,7 @@ def test_an_unknown_kernel_is_skipped_with_what_to_write(project: Project) -> No
     )
 
 
-def test_a_conftest_describes_it(project: Project) -> None:
+def test_a_conftest_describes_a_kernel(project: Project) -> None:
     project.write(
         test_kernel=KERNEL.format(name="described"),
         conftest="""
@@ -44,7 +44,7 @@ def test_a_conftest_describes_it(project: Project) -> None:
     project.run().assert_outcomes(passed=1)
 
 
-def test_what_a_description_allocates_counts(project: Project) -> None:
+def test_memory_that_a_description_allocates_counts(project: Project) -> None:
     project.write(
         test_kernel=KERNEL.format(name="large"),
         conftest="""
@@ -108,7 +108,7 @@ PASTED = """
 
 
 @pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["one process", "a worker"])
-def test_a_kernel_is_named_once_for_all_its_tests(
+def test_an_unknown_kernel_is_named_once_for_all_its_tests(
     project: Project, workers: tuple[str, ...]
 ) -> None:
     project.write(test_kernel=PASTED.format(name="pasted"))
@@ -116,15 +116,15 @@ def test_a_kernel_is_named_once_for_all_its_tests(
     refused = project.run_apart(*workers)
 
     refused.assert_outcomes(skipped=3)
-    told = [line for line in refused.outlines if "was skipped:" in line or "were skipped:" in line]
-    assert [line.partition(": gpumem_shop")[0].partition(": load(")[0] for line in told] == [
+    skips = [line for line in refused.outlines if "was skipped:" in line or "were skipped:" in line]
+    assert [line.partition(": gpumem_shop")[0].partition(": load(")[0] for line in skips] == [
         "note: test_kernel.py::test_kernel[0.5] and 1 more test were skipped",
         "note: test_kernel.py::test_compiled was skipped",
     ]
     assert "--gpumem-device=dry" in " ".join(refused.outlines)
 
 
-def test_a_verbose_run_names_every_test_of_a_kernel(project: Project) -> None:
+def test_a_verbose_run_names_every_test_of_an_unknown_kernel(project: Project) -> None:
     project.write(test_kernel=PASTED.format(name="verbose"))
     result = project.run("-v", "-k", "test_kernel[")
     result.stdout.fnmatch_lines(

@@ -34,7 +34,7 @@ NET = """
 SAME = "net.py:9 (torch.sin) takes … of temporaries that were not there before"
 
 
-def test_all_writers_say_the_same(project: Project) -> None:
+def test_all_reports_have_the_same_causes_verdicts_and_units(project: Project) -> None:
     project.write(net=NET, test_it=TESTS)
     project.run("--gpumem-update-baselines")
     project.write(net=NET + "        third = torch.sin(second)\n", test_it=TESTS)
@@ -63,9 +63,9 @@ def test_all_writers_say_the_same(project: Project) -> None:
     assert "in 2 more tests, 1.0 MiB to 4.0 MiB over: " in terminal
     assert markdown.count("net.py:9 (torch.sin) takes") == 1
     assert "the same cause in 2 tests, +1.0 MiB to +4.0 MiB: `test_it.py::test_same[2]`" in markdown
-    told = {case["gpumem_cause"] for name, case in cases.items() if "same" in str(name)}
-    assert len(told) == 3
-    assert all(re.sub(r"\d\.0 MiB", "…", cause).startswith(SAME) for cause in told)
+    shown = {case["gpumem_cause"] for name, case in cases.items() if "same" in str(name)}
+    assert len(shown) == 3
+    assert all(re.sub(r"\d\.0 MiB", "…", cause).startswith(SAME) for cause in shown)
     # One verdict stands for each test.
     for name, case in cases.items():
         brief = case["gpumem_over"]

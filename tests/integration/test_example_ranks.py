@@ -1,4 +1,4 @@
-"""``examples/ranks``: what its README shows of a wrong wrapping policy is what happens."""
+"""``examples/ranks``: a wrong wrapping policy fails as its README shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ README = (REPOSITORY / "examples/ranks/README.md").read_text(encoding="utf-8")
 @pytest.mark.skipif(
     not is_named_release(), reason=f"the README shows numbers of torch {NAMED_RELEASE}"
 )
-def test_a_wrong_wrapping_policy_fails_as_shown() -> None:
+def test_a_wrong_wrapping_policy_fails_as_in_the_readme() -> None:
     ran = subprocess.run(
         [
             *(quick(), "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=sim"),

@@ -1,4 +1,4 @@
-"""Closed forms beside what was measured, for tests that say what to watch."""
+"""Closed forms beside the measurement, for tests that call ``gpumem.watch``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_parameter_and_optimizer_counts_once(project: Project, apart: bool)
     assert measured["test_nothing_watched"]["expected"] == {}
 
 
-def test_the_terminal_shows_them_when_verbose(project: Project) -> None:
+def test_a_verbose_terminal_shows_the_closed_forms(project: Project) -> None:
     project.write(test_it=TESTS)
 
     project.run("-k", "adam").stdout.no_fnmatch_line("*by closed forms*")

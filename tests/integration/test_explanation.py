@@ -129,7 +129,7 @@ FILES = {"model": MODEL, "training": TRAINING, "test_project": TESTS}
 
 @dataclass(frozen=True)
 class Change:
-    """An edit of the project, and what the first explained line has to be."""
+    """An edit of the project, and the expected first line of the explanation."""
 
     file: str
     old: str
@@ -254,12 +254,12 @@ def edited(change: Change) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def baselines() -> dict[str, str]:
-    """What the project's first run stores, by path, once one test of the module has run it."""
+    """Hold the baselines of the project's first run, by path; the first test fills them."""
     return {}
 
 
 def accept(project: Project, baselines: dict[str, str]) -> None:
-    """Write the project as it was, with its baselines."""
+    """Write the unchanged project with its baselines; run it first if there are none."""
     project.write(**FILES)
     if not baselines:
         assert project.run("--gpumem-update-baselines").ret == 0
@@ -284,7 +284,7 @@ def test_the_first_explained_line_is_the_cause(
 ) -> None:
     change = REGRESSIONS[name]
     accept(project, baselines)
-    # Python takes a file of the same size and second for the one that it has compiled.
+    # Python takes bytecode of a file with the same size and second for current.
     shutil.rmtree(project.path / "__pycache__", ignore_errors=True)
     project.write(**edited(change))
 
@@ -342,7 +342,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_harmless_changes_fail_nothing(
+def test_a_harmless_change_fails_no_test(
     project: Project, baselines: dict[str, str], name: str
 ) -> None:
     file, replacements = HARMLESS[name]

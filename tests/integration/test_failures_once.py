@@ -1,4 +1,4 @@
-"""A failure is told once, and failures of one cause as one."""
+"""A failure is reported once, and failures of one cause as one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prepare(project: Project) -> None:
 
 
 @pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["one process", "a worker"])
-def test_failures_of_one_cause_are_one(project: Project, workers: tuple[str, ...]) -> None:
+def test_failures_of_one_cause_become_one(project: Project, workers: tuple[str, ...]) -> None:
     prepare(project)
 
     result = project.run_apart(*workers, f"--junitxml={project.path / 'junit.xml'}")
@@ -69,14 +69,14 @@ def test_failures_of_one_cause_are_one(project: Project, workers: tuple[str, ...
     assert sum("over its baseline" in (case.text or "") for case in cases) == 4
 
 
-def test_very_verbose_every_failure_is_told(project: Project) -> None:
+def test_a_very_verbose_run_reports_every_failure(project: Project) -> None:
     prepare(project)
     result = project.run("-vv")
     assert sum(line.startswith("the test peaked at") for line in result.outlines) == 5
     result.stdout.no_fnmatch_line("the same * more test*")
 
 
-def test_verbose_names_every_test_of_a_cause_with_its_number(project: Project) -> None:
+def test_a_verbose_run_names_every_test_of_a_cause_with_its_number(project: Project) -> None:
     prepare(project)
     result = project.run("-v")
     result.stdout.fnmatch_lines(
@@ -89,8 +89,8 @@ def test_verbose_names_every_test_of_a_cause_with_its_number(project: Project) -
     )
 
 
-def test_a_failure_is_at_its_test(project: Project) -> None:
-    """Programs that read pytest's reports, and ``--tb=line``, name that place."""
+def test_a_failure_has_the_location_of_its_test(project: Project) -> None:
+    """Programs that read pytest's reports, and ``--tb=line``, show that location."""
     body = """
         @pytest.mark.gpumem(max="1KB")
         def test_large():
@@ -107,7 +107,7 @@ def test_a_failure_is_at_its_test(project: Project) -> None:
     assert [place for *_, place in places] == ["4: +3.0 KiB over 1000 B", "9: Failed: a sentence"]
 
 
-def test_where_pytest_shows_no_failures_the_section_does(project: Project) -> None:
+def test_the_section_shows_failures_where_pytest_shows_none(project: Project) -> None:
     prepare(project)
     result = project.run("--tb=no")
     told = [line for line in result.outlines if line.startswith("FAIL ")]
@@ -118,7 +118,7 @@ def test_where_pytest_shows_no_failures_the_section_does(project: Project) -> No
     ]
 
 
-def test_a_damaged_file_is_one_sentence_however_many_tests_it_has(project: Project) -> None:
+def test_a_damaged_file_is_reported_once_for_all_its_tests(project: Project) -> None:
     prepare(project)
     (path,) = (project.path / "baselines").rglob("*.json")
     path.write_text("<<<<<<< ours\n{}\n=======\n{}\n>>>>>>> theirs\n")
@@ -140,7 +140,7 @@ def test_a_damaged_file_is_one_sentence_however_many_tests_it_has(project: Proje
     assert path.read_text().startswith("<<<<<<< ours")
 
 
-def test_reports_hold_what_a_limit_was_written_as(project: Project) -> None:
+def test_reports_contain_a_limit_as_it_was_written(project: Project) -> None:
     prepare(project)
     record = project.report()["test_keeps.py::test_other"]
     (verdict,) = [verdict for verdict in record["verdicts"] if verdict["kind"] == "limit"]

@@ -1,4 +1,4 @@
-"""Tests after which a process can use its GPU no more."""
+"""Faults after which a process can no longer use its GPU."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_without_workers_no_further_test_is_run(project: Project) -> None:
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_a_real_crash_stays_one(project: Project) -> None:
+def test_a_worker_that_really_crashes_is_reported_as_crashed(project: Project) -> None:
     project.write(
         test_it="""
         import os
@@ -129,7 +129,7 @@ def test_beside_it():
 """
 
 
-def test_under_mps_all_that_ran_beside_a_fault_are_run_again_by_themselves(
+def test_under_mps_tests_beside_a_fault_run_again_alone(
     project: Project,
 ) -> None:
     project.write(conftest=MPS, test_it=SUSPECTS)

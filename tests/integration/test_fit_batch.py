@@ -41,12 +41,12 @@ def test_a_search_breaks_no_limit_of_its_test(project: Project, search: str) -> 
     tests = project.report()
     measurement = tests["test_it.py::test_search"]["measurement"]
     assert tests["test_it.py::test_search"]["outcome"] == "passed"
-    # What it has left, the model, counts from there on.
+    # The model, which the search leaves, counts from there on.
     assert measurement["peak_allocated"] == (4 + 100 + 3) * MIB
     assert measurement["leaked"] == 0
 
 
-def test_phases_of_the_search_are_not_those_of_the_test(project: Project) -> None:
+def test_phases_of_the_search_are_not_phases_of_the_test(project: Project) -> None:
     project.write(
         test_it="""
     def test_search(gpumem):
@@ -68,7 +68,7 @@ def test_phases_of_the_search_are_not_those_of_the_test(project: Project) -> Non
     assert {name: phase["entered"] for name, phase in phases.items()} == {
         "setup": 1, "call": 1, "forward": 1, "backward": 1, "update": 1, "step": 1
     }  # fmt: skip
-    # The search has left them.
+    # The search has left these phases.
     assert phases["forward"]["composition"]["gradients"] == 4 * MIB + 4096
 
 

@@ -1,4 +1,4 @@
-"""Tests that nobody knows are simulated before they share a real GPU."""
+"""Tests of unknown need are simulated before they share a real GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def granted(folder: Path) -> dict[str, int]:
     return {stay.nodeid.partition("::")[2]: stay.bytes for stay in stays}
 
 
-def test_what_nobody_knows_is_simulated_once(project: Project, folder: Path) -> None:
+def test_tests_of_unknown_need_are_simulated_once(project: Project, folder: Path) -> None:
     project.write(conftest=STAND_IN + SHARED, test_it=SUITE)
     use = ("cacheprovider",)
     project.run_apart("-n2", "--gpumem-share", device=REAL, use=use).assert_outcomes(passed=4)
@@ -77,13 +77,13 @@ def test_what_nobody_knows_is_simulated_once(project: Project, folder: Path) -> 
         "reserved": 2 * MIB,
     }
 
-    # The next run knows what they took, and simulates nothing.
+    # The next run knows the tests' needs, and simulates nothing.
     project.run_apart("-n2", "--gpumem-share", device=REAL, use=use).assert_outcomes(passed=4)
     assert granted(folder)["test_it[3]"] == 3 * GIB
     assert (project.path / "processes.txt").read_text().split().count("simulated") == 1
 
 
-def test_one_worker_has_nobody_to_let_pass(project: Project, folder: Path) -> None:
+def test_a_single_worker_simulates_nothing(project: Project, folder: Path) -> None:
     project.write(conftest=STAND_IN + SHARED, test_it=SUITE)
     project.run_apart("-n1", "--gpumem-share", device=REAL).assert_outcomes(passed=4)
     assert set(granted(folder).values()) == {0}

@@ -1,4 +1,4 @@
-"""Loops of frameworks have the phases that a loop written by hand has."""
+"""Training loops of frameworks have the phases of a handwritten loop."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ TRL = """
 def trained(project: Project, source: str) -> dict[str, Any]:
     """Return the phases of a loop that trains, in the order in which they are shown."""
     project.write(test_it=PREPARE + source)
-    # A process of its own: accelerate keeps one device for all of it.
+    # A process of its own: accelerate keeps one device for the whole process.
     tests = project.report("--gpumem-all", "-Wignore", apart=True)
     phases: dict[str, Any] = tests["test_it.py::test_train"]["measurement"]["phases"]
     return {name: phase for name, phase in phases.items() if name not in ("setup", "call")}
@@ -153,7 +153,9 @@ def test_lightning_runs_all_of_a_step_in_the_closure_of_the_optimizer(project: P
     ],
     ids=["transformers", "accelerate", "trl"],
 )
-def test_trainers(project: Project, needs: str, source: str, entered: dict[str, int]) -> None:
+def test_trainers_have_the_phases_of_a_handwritten_loop(
+    project: Project, needs: str, source: str, entered: dict[str, int]
+) -> None:
     if find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
     phases = trained(project, source)

@@ -1,6 +1,6 @@
 """The tests of ``tests/gpu`` on a simulated device that stands in for the real one.
 
-Where there is no GPU this keeps them, and the code that reads a real device, from decaying.
+Without a GPU, this is how they and the code that reads a real device are exercised.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def run(device: str) -> subprocess.CompletedProcess[str]:
     bool(os.environ.get("GPUMEM_TEST_DEVICE")),
     reason="with GPUMEM_TEST_DEVICE this run has them itself, as under tox",
 )
-def test_a_simulated_device_stands_in() -> None:
+def test_the_gpu_tests_pass_on_a_simulated_device() -> None:
     ran = run("sim")
 
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"^\d+ passed", ran.stdout.splitlines()[-1])
 
 
-def test_without_a_device_one_line_says_so() -> None:
+def test_the_gpu_tests_without_a_device_skip_with_one_line() -> None:
     ran = run("")
 
     assert ran.returncode == pytest.ExitCode.NO_TESTS_COLLECTED

@@ -32,7 +32,7 @@ def test_numbers_are_readable_after_a_phase(project: Project) -> None:
     project.run().assert_outcomes(passed=1)
 
 
-def test_without_a_marker_it_measures_and_does_not_judge(project: Project) -> None:
+def test_the_fixture_without_a_marker_measures_and_does_not_judge(project: Project) -> None:
     project.write(
         test_unmarked="""
         def test_used(gpumem):
@@ -51,7 +51,7 @@ def test_without_a_marker_it_measures_and_does_not_judge(project: Project) -> No
     assert used["measurement"]["peak_allocated"] == 4096
 
 
-def test_phases_nest_and_a_parent_s_peak_is_never_lower(project: Project) -> None:
+def test_phases_nest_and_a_parent_s_peak_is_at_least_a_child_s(project: Project) -> None:
     project.write(
         test_nested="""
         @pytest.mark.gpumem
@@ -157,7 +157,7 @@ def test_phases_of_a_fixture_are_charged_like_the_test(project: Project) -> None
     assert load["allocated_after"] == second["allocated_before"] == 4096
 
 
-def test_watching_keeps_nothing_alive_and_takes_only_what_it_can_name(project: Project) -> None:
+def test_watch_keeps_nothing_alive_and_refuses_other_types(project: Project) -> None:
     project.write(
         test_watch="""
         @pytest.mark.gpumem(max_leak=0)
@@ -174,7 +174,7 @@ def test_watching_keeps_nothing_alive_and_takes_only_what_it_can_name(project: P
     project.run().assert_outcomes(passed=1)
 
 
-def test_asked_for_dynamically_it_says_that_it_came_too_late(project: Project) -> None:
+def test_the_fixture_requested_in_an_unmarked_body_is_refused(project: Project) -> None:
     project.write(
         test_dynamic="""
         def test_dynamic(request):
@@ -192,7 +192,7 @@ def test_asked_for_dynamically_it_says_that_it_came_too_late(project: Project) -
     result.stdout.fnmatch_lines(["*reads gpumem.phases*name it among the test's arguments*"])
 
 
-def test_switched_off_it_does_nothing(project: Project) -> None:
+def test_the_fixture_does_nothing_where_the_plugin_is_off(project: Project) -> None:
     project.write(
         test_off="""
         @pytest.mark.gpumem(max=1)

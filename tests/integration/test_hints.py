@@ -1,4 +1,4 @@
-"""What goes wrong around a measurement is said in one sentence, however quiet pytest is."""
+"""Problems around a measurement are reported in one sentence, however quiet pytest is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_damaged_baseline_fails_the_test_with_its_sentence_alone(project: Proj
     assert path.read_text() == "{"
 
 
-def test_a_report_that_cannot_be_written_is_said_when_quiet(project: Project) -> None:
+def test_a_quiet_run_reports_a_report_that_cannot_be_written(project: Project) -> None:
     project.write(test_it=ONE_TEST)
     (project.path / "folder").mkdir()
 
@@ -37,7 +37,7 @@ def test_a_report_that_cannot_be_written_is_said_when_quiet(project: Project) ->
     result.stdout.fnmatch_lines_random(["note: *folder*"])
 
 
-def test_a_condition_at_import_that_skips_marked_tests_is_pointed_out(project: Project) -> None:
+def test_a_skip_condition_at_import_on_marked_tests_is_reported(project: Project) -> None:
     project.write(
         test_it="""
         @pytest.mark.gpumem
@@ -56,7 +56,7 @@ def test_a_condition_at_import_that_skips_marked_tests_is_pointed_out(project: P
     project.run("--gpumem-sim-scope=session").assert_outcomes(passed=1)
 
 
-def test_a_module_that_skips_itself_at_import_is_pointed_out(project: Project) -> None:
+def test_a_module_that_skips_itself_at_import_is_reported(project: Project) -> None:
     tests = """
         pytestmark = pytest.mark.gpumem
 
@@ -86,7 +86,7 @@ def test_a_module_that_skips_itself_at_import_is_pointed_out(project: Project) -
     project.run("--gpumem-sim-scope=session").assert_outcomes(passed=1, skipped=1)
 
 
-def test_a_decorator_of_unittest_that_skips_at_import_is_pointed_out(project: Project) -> None:
+def test_a_unittest_decorator_that_skips_at_import_is_reported(project: Project) -> None:
     project.write(
         test_it="""
         import unittest
@@ -105,7 +105,7 @@ def test_a_decorator_of_unittest_that_skips_at_import_is_pointed_out(project: Pr
     project.run("--gpumem-sim-scope=session").assert_outcomes(passed=1)
 
 
-def test_a_failure_after_a_made_up_value_says_so(project: Project) -> None:
+def test_a_failure_after_an_assumed_value_is_noted(project: Project) -> None:
     project.write(
         test_it="""
         @pytest.mark.gpumem
@@ -134,7 +134,7 @@ def test_the_snapshot_of_a_failure_is_named(project: Project) -> None:
     result.stdout.fnmatch_lines_random(["note: test_it.py::test_large: its snapshot is *"])
 
 
-def test_a_failed_warm_up_is_on_record(project: Project) -> None:
+def test_a_failed_warm_up_is_in_the_report(project: Project) -> None:
     project.write(
         test_it="""
         @pytest.mark.gpumem(warmup=1)
@@ -193,7 +193,7 @@ def test_a_fixture_that_failed_without_a_gpu_is_set_up_again_with_one(project: P
         ),
     ],
 )
-def test_without_a_torch_that_is_known_one_sentence(
+def test_an_unusable_torch_is_reported_in_one_sentence(
     project: Project, conftest: str, problem: str
 ) -> None:
     (project.path / "conftest.py").write_text(conftest)
@@ -210,7 +210,7 @@ def test_without_a_torch_that_is_known_one_sentence(
     assert sentence.endswith(f"because {problem}, or run with --gpumem-device=off")
 
 
-def test_settings_that_no_allocator_takes_are_said_once(
+def test_invalid_allocator_settings_are_reported_once(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "foo:bar," + "x" * 10_000)
@@ -228,7 +228,7 @@ def test_settings_that_no_allocator_takes_are_said_once(
     result.stdout.no_fnmatch_line("*SettingsError*")
 
 
-def test_settings_that_no_allocator_takes_end_a_session_on_a_simulated_gpu(
+def test_invalid_allocator_settings_end_a_simulated_session(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")

@@ -1,4 +1,4 @@
-"""What other plugins, and conftests, learn and decide by hooks."""
+"""Hooks by which other plugins and conftests observe measurements and supply names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TESTS = """
 
 
 def plugin(name: str, **hooks: Callable[..., Any]) -> ModuleType:
-    """Return a plugin with these hooks; their names go on from ``pytest_gpumem_``."""
+    """Return a plugin with these hooks, named without ``pytest_gpumem_``."""
     module = ModuleType(name)
     for hook, function in hooks.items():
         setattr(module, f"pytest_gpumem_{hook}", function)
@@ -40,7 +40,7 @@ def plugin(name: str, **hooks: Callable[..., Any]) -> ModuleType:
 
 
 class Listener:
-    """A plugin that notes what it hears."""
+    """A plugin that records the calls of its hooks."""
 
     def __init__(self) -> None:
         self.measured: list[tuple[str, str, int, str]] = []
@@ -56,7 +56,7 @@ class Listener:
         )
 
 
-def test_a_plugin_hears_of_every_measurement_and_verdict(project: Project) -> None:
+def test_hooks_are_called_for_every_measurement_and_verdict(project: Project) -> None:
     project.write(test_it=TESTS)
     heard = Listener()
     project.run(plugins=[heard])
@@ -72,7 +72,7 @@ def test_a_plugin_hears_of_every_measurement_and_verdict(project: Project) -> No
     ]
 
 
-def test_a_test_on_several_devices_is_heard_of_for_each(project: Project) -> None:
+def test_hooks_are_called_for_each_device_of_a_test(project: Project) -> None:
     project.write(
         test_it="""
             @pytest.mark.gpumem
@@ -85,7 +85,7 @@ def test_a_test_on_several_devices_is_heard_of_for_each(project: Project) -> Non
     assert [device for _, device, _, _ in heard.measured] == ["cuda:0", "cuda:1"]
 
 
-def test_only_the_last_run_of_a_test_that_needs_real_values_is_heard_of(project: Project) -> None:
+def test_hooks_are_called_only_for_the_last_run_of_a_test(project: Project) -> None:
     project.write(
         test_it="""
             @pytest.mark.gpumem
@@ -132,7 +132,7 @@ def test_workers_and_processes_of_single_tests_call_the_hooks_of_conftests(
     assert heard == [f"test_a[1] {MIB}", f"test_a[2] {2 * MIB}", f"test_b {4 * MIB}"]
 
 
-def test_the_environment_that_plugins_name_keys_baselines(project: Project) -> None:
+def test_environment_values_of_plugins_are_part_of_the_baseline_key(project: Project) -> None:
     project.write(
         conftest="""
             def pytest_gpumem_environment(config, environment):
@@ -198,7 +198,7 @@ def test_a_library_names_categories_and_the_lines_that_call_it(project: Project)
     ]
 
 
-def test_a_broken_plugin_is_named_once_and_nothing_is_lost(project: Project) -> None:
+def test_a_broken_plugin_is_named_once_and_no_result_is_lost(project: Project) -> None:
     heard: list[str] = []
 
     def raises(item: pytest.Item) -> None:
@@ -241,10 +241,10 @@ def test_a_broken_plugin_is_named_once_and_nothing_is_lost(project: Project) -> 
         ({"other": "b"}, "returned 'b' for other, which is 'a' by another"),
     ],
 )
-def test_an_environment_that_cannot_be_told_fails_tests_in_a_sentence(
+def test_an_environment_hook_that_fails_fails_tests_in_a_sentence(
     project: Project, answer: object, problem: str
 ) -> None:
-    # What was measured would be compared with the baselines of another environment.
+    # Otherwise measurements would be compared with baselines of another environment.
     bad = plugin("bad", environment=lambda: answer)
     good = plugin("good", environment=lambda: {"other": "a"})
     project.write(test_it=TESTS)
@@ -255,7 +255,7 @@ def test_an_environment_that_cannot_be_told_fails_tests_in_a_sentence(
     result.stdout.no_fnmatch_line("*Traceback*")
 
 
-def test_a_wrapper_is_refused(project: Project) -> None:
+def test_a_hook_wrapper_is_refused(project: Project) -> None:
     project.write(
         conftest="""
             @pytest.hookimpl(wrapper=True)
@@ -267,7 +267,7 @@ def test_a_wrapper_is_refused(project: Project) -> None:
     project.run().stdout.fnmatch_lines(["*its pytest_gpumem_verdict *takes none*"])
 
 
-def test_a_hook_that_does_not_exist_is_named_by_pytest(project: Project) -> None:
+def test_an_unknown_hook_is_reported_by_pytest(project: Project) -> None:
     project.write(conftest="def pytest_gpumem_verdikt(verdict): ...", test_it=TESTS)
     result = project.run_apart()
     assert result.ret != 0

@@ -1,4 +1,4 @@
-"""Nothing that code under test does may end pytest, or change another test's number."""
+"""Code under test can neither end pytest nor change another test's number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AFTER = 4096 + 4096 + 512
 
 
 @pytest.mark.parametrize("arguments", [(), ("-n2", "-pxdist")], ids=["alone", "xdist"])
-def test_every_body_is_reported_and_no_other_test_notices(
+def test_a_hostile_body_is_reported_and_changes_no_other_test(
     project: Project, arguments: tuple[str, ...]
 ) -> None:
     project.write(test_it=project_source())
@@ -30,7 +30,7 @@ def test_every_body_is_reported_and_no_other_test_notices(
     assert after == dict.fromkeys(BODIES, AFTER)
 
 
-def test_a_worker_that_ends_loses_its_own_test_alone(project: Project) -> None:
+def test_a_worker_that_ends_loses_only_its_own_test(project: Project) -> None:
     project.write(
         test_it="""
     import os

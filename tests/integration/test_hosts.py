@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def host(folder: Path, number: int, *more: str) -> str:
-    """Return pytest-xdist's words for a worker on the host ``number``."""
+    """Return the ``--tx`` specification of a worker on the host ``number``."""
     here = folder / f"host{number}"
     here.mkdir(exist_ok=True)
     share = f"env:{FOLDER_VARIABLE}={folder / f'shared{number}'}"
@@ -49,14 +49,14 @@ SUITE = """
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for hosts; the controller's own ledger would be seen."""
+def hosts_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder for the hosts' ledgers, apart from the controller's own."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "controller"))
     return tmp_path
 
 
 def test_each_host_has_its_ledger_and_the_controller_sees_all(
-    project: Project, elsewhere: Path
+    project: Project, hosts_folder: Path
 ) -> None:
     project.write_ini("")
     project.write(test_it=SUITE)
@@ -64,19 +64,19 @@ def test_each_host_has_its_ledger_and_the_controller_sees_all(
         "--gpumem-share",
         "--gpumem-update-baselines",
         "--dist=load",
-        f"--tx=2*{host(elsewhere, 1)}",
-        f"--tx={host(elsewhere, 2)}",
+        f"--tx=2*{host(hosts_folder, 1)}",
+        f"--tx={host(hosts_folder, 2)}",
         f"--rsyncdir={project.path}",
         str(project.path),
     )
     assert result.parseoutcomes()["passed"] == 8
-    ones, others = granted(elsewhere / "shared1"), granted(elsewhere / "shared2")
+    ones, others = granted(hosts_folder / "shared1"), granted(hosts_folder / "shared2")
     assert ones | others == {f"test_it.py::test_takes[{number}]" for number in range(5)}
     assert ones
     assert others
     assert not ones & others
-    # Nobody asked the controller's host.
-    assert not (elsewhere / "controller").exists()
+    # No test ran on the controller's host.
+    assert not (hosts_folder / "controller").exists()
     for number, share in ((1, ones), (2, others)):
         workers = 2 if number == 1 and len(ones) > 1 else 1
         result.stdout.fnmatch_lines_random(
@@ -116,15 +116,15 @@ REAL_ON_ONE = """
 
 
 def test_a_host_without_a_gpu_leaves_its_marked_tests_to_one_that_has(
-    project: Project, elsewhere: Path
+    project: Project, hosts_folder: Path
 ) -> None:
     project.write_ini("")
     project.write(conftest=REAL_ON_ONE, test_it=SUITE)
     result = project.run_apart(
         "--gpumem-share",
         "--dist=load",
-        f"--tx={host(elsewhere, 1)}",
-        f"--tx={host(elsewhere, 2, 'env:HAS_GPU=1')}",
+        f"--tx={host(hosts_folder, 1)}",
+        f"--tx={host(hosts_folder, 2, 'env:HAS_GPU=1')}",
         f"--rsyncdir={project.path}",
         f"--gpumem-report=json:{project.path / 'report.json'}",
         str(project.path),
@@ -134,18 +134,18 @@ def test_a_host_without_a_gpu_leaves_its_marked_tests_to_one_that_has(
     report = json.loads((project.path / "report.json").read_text())
     assert not report["environment"]["simulated"]
     assert len(report["tests"]) == 5
-    # A test that was measured elsewhere would name its own.
+    # A test that was measured on another device would name it.
     assert not any("environment" in test for test in report["tests"])
 
 
-def test_hosts_that_differ_are_told_apart(project: Project, elsewhere: Path) -> None:
+def test_differing_hosts_are_listed(project: Project, hosts_folder: Path) -> None:
     project.write_ini("")
     project.write(conftest=REAL_ON_ONE, test_it=SUITE)
     result = project.run_apart(
         "--dist=each",
         "--gpumem-update-baselines",
-        f"--tx={host(elsewhere, 1)}",
-        f"--tx={host(elsewhere, 2, 'env:HAS_GPU=1')}",
+        f"--tx={host(hosts_folder, 1)}",
+        f"--tx={host(hosts_folder, 2, 'env:HAS_GPU=1')}",
         f"--rsyncdir={project.path}",
         f"--gpumem-report=json:{project.path / 'report.json'}",
         "-ktest_takes",

@@ -1,4 +1,4 @@
-"""``--gpumem-report html:PATH``: the page of a run, and the time lines that only it needs."""
+"""``--gpumem-report html:PATH``: a run's page, and the time lines that only the page needs."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ def test_the_page_of_a_run_has_its_time_lines(project: Project, args: tuple[str,
     assert failed["measurement"]["timeline"]["events"] >= 1
 
 
-def test_without_a_page_nothing_is_kept_over_time(project: Project) -> None:
+def test_without_a_page_no_time_line_is_recorded(project: Project) -> None:
     project.write(test_it=TESTS)
     for test in project.report().values():
         assert "timeline" not in test["measurement"]
 
 
-def test_a_json_report_beside_a_page_has_what_the_page_shows(project: Project) -> None:
+def test_a_json_report_beside_a_page_has_the_page_s_time_lines(project: Project) -> None:
     project.write(test_it=TESTS)
     report = project.report("--gpumem-report=html:page.html")
     assert report["test_it.py::test_two_blocks"]["measurement"]["timeline"]["events"] >= 3
 
 
-def test_a_page_that_cannot_be_written_is_said_and_fails_the_run(project: Project) -> None:
+def test_a_page_that_cannot_be_written_is_reported_and_fails_the_run(project: Project) -> None:
     project.write(test_it="@pytest.mark.gpumem\ndef test_a():\n    torch.ones(1, device='cuda')")
     (project.path / "page.html").mkdir()
     result = project.run("--gpumem-report=html:page.html")
@@ -80,7 +80,7 @@ def test_a_page_that_cannot_be_written_is_said_and_fails_the_run(project: Projec
 
 
 @pytest.mark.parametrize("args", [(), ("-n2",)])
-def test_the_page_of_a_shared_run_shows_who_had_how_much_when(
+def test_the_page_of_a_shared_run_shows_each_test_s_memory_over_time(
     project: Project, args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if args:

@@ -1,4 +1,4 @@
-"""The meter does not change what a body reads, nor does a body blind the meter."""
+"""The meter changes no value that a body reads, and a body cannot disturb the meter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BODY = """
 """
 
 
-def test_a_body_reads_the_peaks_it_would_read_alone(project: Project) -> None:
+def test_a_body_reads_the_same_peaks_as_without_the_plugin(project: Project) -> None:
     project.write(
         test_body=BODY
         + """
@@ -46,7 +46,7 @@ def test_a_body_reads_the_peaks_it_would_read_alone(project: Project) -> None:
     project.run().assert_outcomes(passed=2)
 
 
-def test_a_body_that_resets_peaks_does_not_blind_the_meter(project: Project) -> None:
+def test_a_body_that_resets_peaks_does_not_disturb_the_meter(project: Project) -> None:
     project.write(
         test_reset="""
         @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_body_that_resets_peaks_does_not_blind_the_meter(project: Project) -> 
     assert measurement["phases"]["setup"]["peak_allocated"] == 262_144
 
 
-def test_the_accelerator_api_reads_the_same(project: Project) -> None:
+def test_torch_accelerator_reads_the_same_peaks(project: Project) -> None:
     project.write(
         test_accelerator="""
         @pytest.mark.gpumem
@@ -93,7 +93,7 @@ def test_the_accelerator_api_reads_the_same(project: Project) -> None:
         assert peak == 32768
 
 
-def test_torch_is_as_it_was_after_a_test(project: Project) -> None:
+def test_torch_s_functions_are_restored_after_a_test(project: Project) -> None:
     project.write(
         test_after="""
         import torch.optim.optimizer as optimizer

@@ -34,7 +34,7 @@ def shared():
 """
 
 
-def test_its_numbers_come_back(project: Project) -> None:
+def test_an_isolated_test_has_its_numbers_in_the_report(project: Project) -> None:
     project.write(conftest=CONFTEST, test_it=TESTS)
     tests = project.report(apart=True)
     apart, here = (tests[f"test_it.py::{name}"] for name in ("test_apart", "test_here"))
@@ -44,7 +44,7 @@ def test_its_numbers_come_back(project: Project) -> None:
     assert apart["environment"] == here["environment"]
 
 
-def test_where_a_system_cannot_fork_a_new_process_is_started(project: Project) -> None:
+def test_a_system_without_fork_starts_a_new_process(project: Project) -> None:
     only_spawn = """
         import multiprocessing
 
@@ -64,7 +64,7 @@ def test_where_a_system_cannot_fork_a_new_process_is_started(project: Project) -
     assert tests["test_it.py::test_apart"]["measurement"]["peak_allocated"] == 1 << 20
 
 
-def test_it_is_judged_there_and_reported_here(project: Project) -> None:
+def test_an_isolated_test_is_judged_and_its_output_reported(project: Project) -> None:
     project.write(
         test_it="""
         @pytest.mark.gpumem(max="1MiB", isolate=True)
@@ -80,7 +80,7 @@ def test_it_is_judged_there_and_reported_here(project: Project) -> None:
     assert not project.baselines()
 
 
-def test_a_process_that_dies_is_a_failure_and_no_more(project: Project) -> None:
+def test_a_process_that_dies_fails_only_its_test(project: Project) -> None:
     project.write(
         test_it="""
         import os, signal
@@ -101,7 +101,7 @@ def test_a_process_that_dies_is_a_failure_and_no_more(project: Project) -> None:
     )
 
 
-def test_a_process_that_cannot_begin_says_why(project: Project) -> None:
+def test_a_process_that_cannot_start_fails_with_the_reason(project: Project) -> None:
     fails = """
         import os
 
@@ -120,14 +120,14 @@ def test_a_process_that_cannot_begin_says_why(project: Project) -> None:
     result.stdout.fnmatch_lines(["*process of its own: OSError: no GPU is left for this process"])
 
 
-def test_baselines_and_workers(project: Project) -> None:
+def test_workers_store_baselines_of_isolated_tests(project: Project) -> None:
     project.write(conftest=CONFTEST, test_it=TESTS.replace("== int", "!= 0 or int"))
     project.run_apart("-n2", "--gpumem-update-baselines").assert_outcomes(passed=2)
     (stored,) = project.baselines().values()
     assert sorted(stored) == ["test_apart", "test_here"]
 
 
-def test_it_has_a_process_of_its_own_beside_workers_that_share_a_device(project: Project) -> None:
+def test_an_isolated_test_runs_beside_workers_that_share_a_device(project: Project) -> None:
     project.write(
         test_it="""
         @pytest.mark.gpumem(isolate=True)
@@ -143,7 +143,7 @@ def test_it_has_a_process_of_its_own_beside_workers_that_share_a_device(project:
 
 
 @pytest.mark.parametrize("options", [("-k", "apart"), ("-m", "gpumem", "-x")])
-def test_what_chose_the_test_does_not_hold_in_its_process(
+def test_options_that_select_tests_do_not_apply_in_its_process(
     project: Project, options: tuple[str, ...]
 ) -> None:
     project.write(
@@ -157,8 +157,8 @@ def test_what_chose_the_test_does_not_hold_in_its_process(
     project.run_apart(*options).assert_outcomes(passed=3)
 
 
-def test_reruns_are_counted_where_workers_could_be(project: Project) -> None:
-    """pytest-rerunfailures asks in each process that is no controller where its counter listens."""
+def test_isolated_tests_run_with_pytest_rerunfailures(project: Project) -> None:
+    """pytest-rerunfailures looks in each process but the controller for its counter's address."""
     project.write(
         test_it="""
         @pytest.mark.gpumem(isolate=True)

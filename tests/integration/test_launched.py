@@ -62,7 +62,7 @@ def run_ranks(folder: Path, *arguments: str) -> list[tuple[int, str]]:
     return [(status, output) for output, status in ended]
 
 
-def test_rank_0_judges_the_worst_and_speaks_for_all(project: Project) -> None:
+def test_rank_0_judges_the_worst_rank_and_reports_for_all(project: Project) -> None:
     project.write(test_it=TESTS)
     report = f"--gpumem-report=json:{project.path / 'report.json'}"
     (status, shown), (other, quiet) = run_ranks(
@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_sentence(project: Project) ->
     assert "rank 1 ended before it sent test_it.py::test_killed" in shown
 
 
-def test_a_script_is_told_what_all_ranks_took(project: Project) -> None:
+def test_a_script_reads_the_numbers_of_all_ranks(project: Project) -> None:
     script = project.write_in(
         "",
         "script",
@@ -139,7 +139,7 @@ def test_a_rank_without_marked_tests_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_workers_of_xdist_and_ranks_are_one_too_many(
+def test_workers_of_xdist_together_with_ranks_are_refused(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in World(2, 0, 2).environment.items():

@@ -1,4 +1,4 @@
-"""What one run learns of its tests, the next one knows."""
+"""Needs and durations of tests that one run records for the next one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def learned(project: Project) -> dict[str, dict[str, Any]]:
-    """Return what is remembered, by the start of an environment's key and the test's name."""
+    """Return the recorded needs by the start of an environment's key and the test's name."""
     path = project.path / ".pytest_cache" / "d" / "gpumem" / "learned.json"
     environments = json.loads(path.read_text())["environments"]
     return {
@@ -60,7 +60,7 @@ SUITE = """
 
 
 @pytest.mark.parametrize("workers", [(), ("-n2",), ("-n2", "--gpumem-share")])
-def test_what_a_passing_test_took_is_remembered(project: Project, workers: tuple[str, ...]) -> None:
+def test_numbers_of_a_passing_test_are_recorded(project: Project, workers: tuple[str, ...]) -> None:
     project.write(test_it=SUITE)
     project.run_apart(*workers, use=CACHE)
     known = learned(project)
@@ -72,7 +72,7 @@ def test_what_a_passing_test_took_is_remembered(project: Project, workers: tuple
     assert known[""]["test_plain"]["seconds"] >= 0.05
 
 
-def test_a_partial_run_forgets_nothing(project: Project) -> None:
+def test_a_partial_run_keeps_the_records_of_other_tests(project: Project) -> None:
     project.write(test_it=SUITE)
     project.run("-ktest_takes", use=CACHE)
     before = learned(project)
@@ -80,19 +80,19 @@ def test_a_partial_run_forgets_nothing(project: Project) -> None:
     assert learned(project) == {**before, "": learned(project)[""]}
 
 
-def test_a_project_without_marked_tests_keeps_nothing(project: Project) -> None:
+def test_a_project_without_marked_tests_records_nothing(project: Project) -> None:
     project.write(test_it="def test_it(): pass")
     project.run(use=CACHE)
     assert not (project.path / ".pytest_cache" / "d").exists()
 
 
-def test_without_a_cache_nothing_is_kept(project: Project) -> None:
+def test_without_a_cache_nothing_is_recorded(project: Project) -> None:
     project.write(test_it=SUITE)
     project.run("--gpumem-share", "-ktest_takes").assert_outcomes(passed=1, deselected=3)
     assert not (project.path / ".pytest_cache").exists()
 
 
-def test_a_cache_that_cannot_be_written_is_said(project: Project) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(project: Project) -> None:
     project.write(test_it=SUITE)
     (project.path / ".pytest_cache" / "d" / "gpumem" / "learned.json").mkdir(parents=True)
     result = project.run("-ktest_takes", use=CACHE)
@@ -109,7 +109,7 @@ def test_the_next_run_knows_what_a_test_needs(project: Project, folder: Path) ->
     ledger = Ledger(folder)
     granted = [stay.bytes for stay in ledger.stays()]
     ledger.close()
-    # The first time nobody knew, so it ran alone.
+    # In the first run its need was unknown, so it ran alone.
     assert granted == [0, 20 * MIB]
 
 
@@ -129,17 +129,17 @@ BESIDE = """
 """
 
 
-def test_a_duration_measured_beside_others_is_marked_and_not_kept(project: Project) -> None:
+def test_a_duration_beside_other_tests_is_marked_and_not_recorded(project: Project) -> None:
     project.write(test_it=BESIDE.replace("EXCLUSIVE", "False").replace("WAIT", "60"))
     tests = project.report("--gpumem-share", "-n2", apart=True, use=CACHE)
     assert [test["beside"] for test in tests.values()] == [1, 1]
     assert all(test["duration"] >= 0.2 for test in tests.values())
     known = learned(project)["sim-T4"]
-    # What they reserved is their own in any company.
+    # Reserved bytes do not depend on the tests beside them.
     assert known == {f"test_it[{number}]": {"reserved": 20 * MIB} for number in (0, 1)}
 
 
-def test_one_that_had_the_device_for_itself_is(project: Project) -> None:
+def test_a_duration_of_a_test_alone_on_its_device_is_recorded(project: Project) -> None:
     project.write(test_it=BESIDE.replace("EXCLUSIVE", "True").replace("WAIT", "0"))
     tests = project.report("--gpumem-share", "-n2", apart=True, use=CACHE)
     assert [test["beside"] for test in tests.values()] == [0, 0]
@@ -147,7 +147,7 @@ def test_one_that_had_the_device_for_itself_is(project: Project) -> None:
         assert lesson["seconds"] >= 0.2
 
 
-def test_a_run_that_shares_nothing_does_not_count(project: Project) -> None:
+def test_a_run_without_sharing_counts_no_tests_beside(project: Project) -> None:
     project.write(test_it=SUITE)
     (test,) = project.report("-ktest_takes", use=CACHE).values()
     assert "beside" not in test

@@ -1,4 +1,4 @@
-"""What a test leaves behind, or a failure holds on to, changes no other test's numbers."""
+"""Memory that a test leaves, or its traceback keeps, changes no other test's numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def numbers(project: Project, *names: str) -> dict[str, Any]:
     return measured
 
 
-def test_numbers_are_those_of_the_test_alone(project: Project) -> None:
+def test_numbers_equal_those_of_the_test_run_alone(project: Project) -> None:
     project.write(test_it=TESTS)
 
     together = numbers(project)
@@ -63,7 +63,7 @@ def test_numbers_are_those_of_the_test_alone(project: Project) -> None:
         assert numbers(project, name)[name] == together[name]
 
 
-def test_order_does_not_matter(project: Project) -> None:
+def test_numbers_do_not_depend_on_the_order(project: Project) -> None:
     project.write(test_it=TESTS)
 
     forwards = numbers(project)
@@ -112,7 +112,7 @@ THREADS = """
 """
 
 
-def test_a_thread_that_outlives_its_test_is_not_charged_to_others(project: Project) -> None:
+def test_a_thread_that_outlives_its_test_is_charged_to_no_other_test(project: Project) -> None:
     project.write(test_it=THREADS)
 
     tests = project.report()
@@ -130,7 +130,7 @@ def test_a_thread_that_outlives_its_test_is_not_charged_to_others(project: Proje
     assert afterwards["peak_allocated"] == 4096
 
 
-def test_a_thread_of_a_shared_fixture_is_its_tests_own(project: Project) -> None:
+def test_a_thread_of_a_shared_fixture_is_charged_to_tests_with_it(project: Project) -> None:
     project.write(
         test_it=THREADS.partition("@pytest.mark")[0]
         + """
@@ -155,7 +155,7 @@ def test_a_thread_of_a_shared_fixture_is_its_tests_own(project: Project) -> None
         assert (test["outcome"], test["measurement"]["notes"]) == ("passed", [])
 
 
-def test_tasks_left_to_an_executor_are_not_charged_to_others(project: Project) -> None:
+def test_tasks_left_to_an_executor_are_charged_to_no_other_test(project: Project) -> None:
     project.write(
         test_it=THREADS.partition("@pytest.mark")[0]
         + """
@@ -186,7 +186,7 @@ def test_tasks_left_to_an_executor_are_not_charged_to_others(project: Project) -
     ]
 
 
-def test_of_unmeasured_tests_nothing_is_remembered_but_what_they_record(project: Project) -> None:
+def test_unmeasured_tests_keep_nothing_but_recorded_properties(project: Project) -> None:
     project.write(
         test_it="""
         from pytest_gpumem.simulated.simulation import active_simulation

@@ -26,18 +26,18 @@ def phases(project: Project, *args: str) -> dict[str, tuple[int, int, str | None
     }
 
 
-def test_they_are_folded(project: Project) -> None:
+def test_phases_of_a_loop_are_folded(project: Project) -> None:
     project.write(test_it=GROWING)
     folded = {"load": (KIB, 1, "call"), "token": (12 << 20, 3, "call")}
     assert phases(project) == folded
     assert phases(project, "--gpumem-loop-phases=folded") == folded
 
 
-def test_they_are_numbered_on_request(project: Project) -> None:
+def test_phases_of_a_loop_are_numbered_on_request(project: Project) -> None:
     project.write(test_it=GROWING)
     project.write_ini("gpumem_loop_phases = numbered")
     assert phases(project) == {
-        "load": (KIB, 1, "call"),  # entered once, it is no loop
+        "load": (KIB, 1, "call"),  # entered once, so not numbered
         "token": (12 << 20, 3, "call"),
         "token_1": (4 << 20, 1, "token"),
         "token_2": (8 << 20, 1, "token"),
@@ -53,7 +53,7 @@ def test_a_numbered_phase_has_a_limit(project: Project) -> None:
     assert "token_2 peaked at 8.0 MiB" in result.stdout.str()
 
 
-def test_phases_found_by_themselves_are_numbered_too(project: Project) -> None:
+def test_automatic_phases_are_numbered_too(project: Project) -> None:
     project.write(
         test_it="""
     def test_grow():
@@ -79,7 +79,7 @@ def test_phases_found_by_themselves_are_numbered_too(project: Project) -> None:
     }
 
 
-def test_another_choice_is_refused(project: Project) -> None:
+def test_another_value_of_loop_phases_is_refused(project: Project) -> None:
     result = project.run("--gpumem-loop-phases=each")
     result.stderr.fnmatch_lines(
         ["ERROR: --gpumem-loop-phases='each' is not accepted; write folded or numbered"]

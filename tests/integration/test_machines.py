@@ -22,7 +22,7 @@ MARKED = """
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A ledger of the test's own, and no worker's place."""
+    """A ledger of the test's own; the variable of a worker's device is unset."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "shared"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """The machine that runs meet."""
+    """Make runs find the machine that the parameter names."""
     name: str = request.param
     monkeypatch.setenv(VARIABLE, name)
     for variable, value in MACHINES[name].environ.items():
@@ -42,7 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
 @pytest.mark.parametrize("machine", ["exclusive"], indirect=True)
 @pytest.mark.usefixtures("machine")
-def test_two_workers_on_an_exclusive_gpu_are_refused_by_name(project: Project) -> None:
+def test_two_workers_on_a_gpu_in_exclusive_mode_are_refused(project: Project) -> None:
     project.write(test_it=MARKED, test_other=MARKED)
     result = project.run_apart("-n2", *PLUGIN, device=AUTO)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -57,7 +57,7 @@ def test_two_workers_on_an_exclusive_gpu_are_refused_by_name(project: Project) -
 
 @pytest.mark.parametrize("machine", ["exclusive"], indirect=True)
 @pytest.mark.usefixtures("machine")
-def test_tests_that_do_not_use_it_are_not_refused(project: Project) -> None:
+def test_tests_that_do_not_use_the_gpu_are_not_refused(project: Project) -> None:
     project.write(test_it="def test_it(): pass")
     project.run_apart("-n2", *PLUGIN, device=AUTO).assert_outcomes(passed=1)
     project.write(test_it='@pytest.mark.gpumem\ndef test_it(): torch.ones(1, device="cuda")')
@@ -67,7 +67,7 @@ def test_tests_that_do_not_use_it_are_not_refused(project: Project) -> None:
 @pytest.mark.parametrize("machine", ["prohibited"], indirect=True)
 @pytest.mark.parametrize("workers", [(), ("-n1",)])
 @pytest.mark.usefixtures("machine")
-def test_mode_prohibited_is_refused_to_everybody(
+def test_a_gpu_in_prohibited_mode_is_refused_for_any_workers(
     project: Project, workers: tuple[str, ...]
 ) -> None:
     project.write(test_it=MARKED)
@@ -85,7 +85,7 @@ def test_mode_prohibited_is_refused_to_everybody(
     indirect=["machine"],
 )
 @pytest.mark.usefixtures("machine")
-def test_the_header_says_what_the_device_is(project: Project, said: str) -> None:
+def test_the_header_describes_the_device(project: Project, said: str) -> None:
     project.write(test_it="def test_it(): pass")
     result = project.run_apart(*PLUGIN, device=AUTO)
     result.stdout.fnmatch_lines(
@@ -132,7 +132,7 @@ def test_each_worker_gets_an_instance_of_mig(project: Project) -> None:
     ],
     indirect=["machine"],
 )
-def test_one_process_gets_the_least_loaded_of_the_gpus_it_may_see(
+def test_one_process_gets_the_least_loaded_visible_gpu(
     project: Project,
     machine: str,
     given: str | None,
@@ -155,5 +155,5 @@ def test_a_quota_limits_a_client_of_mps(project: Project, monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "70")
     project.write(test_it=SHOWS)
     result = project.run_apart("--gpumem-quota=8GiB", "-s", *PLUGIN, device=AUTO)
-    # 8 GiB and 600 MiB for the context; what the user has set stays.
+    # 8 GiB and 600 MiB for the context; a limit that the user has set is kept.
     result.stdout.fnmatch_lines(["*VISIBLE None", "THREADS 70", "MEMORY 0=8792M"])

@@ -1,4 +1,4 @@
-"""A marked test is measured and judged; T4 numbers as in PyTorch on that card."""
+"""A marked test is measured and judged; the numbers are those of PyTorch on a T4."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_failure_is_one_text_without_a_traceback(project: Project) -> None:
     result.stdout.no_fnmatch_line("*plugin.py*")
 
 
-def test_reserved_phase_and_leak_limits(project: Project) -> None:
+def test_reserved_bytes_phases_and_leaks_have_limits(project: Project) -> None:
     project.write(
         test_limits="""
         kept = []
@@ -133,7 +133,7 @@ def test_a_marked_test_that_allocates_nothing_fails(project: Project) -> None:
     project.run("--gpumem-sim-scope=session").assert_outcomes(passed=1)
 
 
-def test_a_failing_body_keeps_its_own_message_and_is_not_judged(project: Project) -> None:
+def test_a_failing_body_keeps_its_message_and_is_not_judged(project: Project) -> None:
     project.write(
         test_fails="""
         @pytest.mark.gpumem(max=1, max_leak=0)
@@ -156,7 +156,7 @@ def test_a_failing_body_keeps_its_own_message_and_is_not_judged(project: Project
     assert (after["outcome"], after["measurement"]["peak_allocated"]) == ("passed", 4096)
 
 
-def test_out_of_memory_is_torch_s_own_error(project: Project) -> None:
+def test_out_of_memory_is_reported_as_torch_s_own_error(project: Project) -> None:
     project.write(
         test_oom="""
         @pytest.mark.gpumem

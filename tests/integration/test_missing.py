@@ -1,4 +1,4 @@
-"""What a run compares with nothing is said: renamed and deleted tests, leaks, unmarked tests."""
+"""Numbers without a comparison are reported: renamed and deleted tests, leaks, unmarked tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stored(project: Project) -> dict[str, int]:
     }
 
 
-def test_a_renamed_test_is_recognised_and_its_baseline_moved(
+def test_a_renamed_test_is_recognised_and_its_baseline_is_moved(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(project, small=512, large=4096)
@@ -60,9 +60,7 @@ def test_a_renamed_test_is_recognised_and_its_baseline_moved(
     assert "stored baseline" not in project.run().stdout.str()
 
 
-def test_a_renamed_test_fails_a_run_of_ci(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_renamed_test_fails_a_ci_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     write(project, small=512, large=4096)
     project.run("--gpumem-update-baselines")
     write(project, small=512, very_large=4096)
@@ -76,7 +74,7 @@ def test_a_renamed_test_fails_a_run_of_ci(
     assert project.run("--gpumem-update-baselines").ret == 0
 
 
-def test_a_deleted_test_and_a_new_one_are_no_failure_of_ci(
+def test_a_deleted_and_an_unrelated_new_test_fail_no_ci_run(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(project, small=512, large=4096)
@@ -91,7 +89,7 @@ def test_a_deleted_test_and_a_new_one_are_no_failure_of_ci(
     result.stdout.no_fnmatch_line("*move it*")
 
 
-def test_a_module_that_moved_is_moved_as_a_whole(
+def test_baselines_of_a_moved_module_are_moved_together(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(project, small=512, large=4096)
@@ -120,7 +118,7 @@ def test_a_module_that_moved_is_moved_as_a_whole(
         (["test_sizes.py", "test_sizes.py"], "is moved to itself"),
     ],
 )
-def test_what_cannot_be_moved_is_one_sentence(
+def test_a_baseline_that_cannot_be_moved_is_one_sentence(
     project: Project,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -166,7 +164,9 @@ def test_baselines_of_another_environment_are_named(project: Project) -> None:
     ],
     ids=" ".join,
 )
-def test_pruning_never_drops_what_was_hidden(project: Project, hiding: tuple[str, ...]) -> None:
+def test_pruning_keeps_tests_that_collection_hides(
+    project: Project, hiding: tuple[str, ...]
+) -> None:
     write(project, small=512, large=4096)
     project.run("--gpumem-update-baselines")
     project.write(
@@ -182,7 +182,7 @@ def test_pruning_never_drops_what_was_hidden(project: Project, hiding: tuple[str
     result.stdout.no_fnmatch_line("*stored baseline*")
 
 
-def test_pruning_says_what_it_leaves_because_its_function_still_stands_there(
+def test_pruning_reports_tests_whose_function_is_still_defined(
     project: Project,
 ) -> None:
     write(project, small=512, large=4096)
@@ -201,7 +201,7 @@ def test_pruning_says_what_it_leaves_because_its_function_still_stands_there(
     )
 
 
-def test_leaks_that_nothing_limits_are_one_line(project: Project) -> None:
+def test_leaks_without_a_limit_are_reported_in_one_line(project: Project) -> None:
     project.write(
         test_leaks="""
         KEPT = []
@@ -226,12 +226,12 @@ def test_leaks_that_nothing_limits_are_one_line(project: Project) -> None:
         "note: 3 tests left memory behind, at most 4.0 KiB (test_leaks.py::test_leak[4]); "
         "max_leak=0 makes that a failure"
     ]
-    # Their peaks are the smallest, and their rows are shown.
+    # Their rows are shown, although their peaks are the smallest.
     rows = [line for line in result.outlines if line.startswith("  test_leak[")]
     assert [row.split()[0] for row in rows][:3] == ["test_leak[1]", "test_leak[4]", "test_leak[2]"]
 
 
-def test_a_test_with_the_fixture_alone_learns_why_it_is_not_judged(project: Project) -> None:
+def test_a_test_with_only_the_fixture_is_told_why_it_is_not_judged(project: Project) -> None:
     project.write(
         test_fixture="""
         def test_one(gpumem):
@@ -249,7 +249,7 @@ def test_a_test_with_the_fixture_alone_learns_why_it_is_not_judged(project: Proj
     assert sentence not in project.run("--gpumem-all").outlines
 
 
-def test_a_misspelt_phase_is_told_which_was_meant(project: Project) -> None:
+def test_a_misspelt_phase_gets_a_suggestion(project: Project) -> None:
     project.write(
         test_phase="""
         @pytest.mark.gpumem(phases={"forwrad": "1MB"})

@@ -37,7 +37,7 @@ def rerunfailures() -> str:
     return "rerunfailures"
 
 
-def test_a_verdict_can_be_rerun_and_the_last_attempt_is_reported(
+def test_a_failed_verdict_is_rerun_and_the_last_attempt_reported(
     project: Project, rerunfailures: str
 ) -> None:
     project.write(test_flaky=FLAKY)
@@ -50,7 +50,7 @@ def test_a_verdict_can_be_rerun_and_the_last_attempt_is_reported(
     }
 
 
-def test_a_test_that_needed_a_rerun_is_no_baseline(project: Project, rerunfailures: str) -> None:
+def test_a_test_that_was_rerun_stores_no_baseline(project: Project, rerunfailures: str) -> None:
     project.write(test_flaky=FLAKY)
 
     result = project.run("--reruns=1", "--gpumem-update-baselines", use=(rerunfailures,))
@@ -61,7 +61,7 @@ def test_a_test_that_needed_a_rerun_is_no_baseline(project: Project, rerunfailur
     assert list(stored) == ["test_stable"]
 
 
-def test_each_attempt_has_the_properties_of_its_own(project: Project, rerunfailures: str) -> None:
+def test_each_attempt_has_its_own_junit_properties(project: Project, rerunfailures: str) -> None:
     project.write(test_flaky=FLAKY)
 
     project.run("--reruns=1", "--junit-xml=junit.xml", use=(rerunfailures,))
@@ -148,7 +148,7 @@ UNITTEST = """
 """
 
 
-def test_unittest_classes(project: Project) -> None:
+def test_tests_of_unittest_classes_are_measured(project: Project) -> None:
     project.write(test_case=UNITTEST)
 
     tests = project.report()
@@ -163,12 +163,12 @@ def test_unittest_classes(project: Project) -> None:
     }
     assert found["test_fails"]["verdicts"] == []
     assert found["test_training"]["measurement"]["allocated_before"] == 1024
-    # setUp runs within the call: its batch is on the instance, the gradients are on the model.
+    # setUp runs within the call: the instance keeps its batch, and the model the gradients.
     assert found["test_training"]["measurement"]["allocated_after"] == 1024 + 512 + 1024
     assert found["test_training"]["measurement"]["leaked"] == 0
 
 
-def test_unittest_with_warm_up(project: Project) -> None:
+def test_a_unittest_test_runs_its_warm_up(project: Project) -> None:
     project.write(
         test_case="""
         import unittest
@@ -202,7 +202,7 @@ ASYNC = """
 
 
 @pytest.mark.parametrize("plugin", ["asyncio", "anyio"])
-def test_async_tests(project: Project, plugin: str) -> None:
+def test_async_tests_are_measured(project: Project, plugin: str) -> None:
     pytest.importorskip("pytest_asyncio" if plugin == "asyncio" else "anyio")
     source = ASYNC.format(plugin=plugin)
     args: tuple[str, ...] = ()
@@ -226,7 +226,7 @@ def test_async_tests(project: Project, plugin: str) -> None:
     assert measurement["leaked"] == 0
 
 
-def test_shuffled_tests_give_the_same_bytes(project: Project) -> None:
+def test_shuffled_tests_have_the_same_bytes(project: Project) -> None:
     pytest.importorskip("pytest_randomly")
     project.write(
         test_shuffled="""
@@ -254,7 +254,7 @@ def test_shuffled_tests_give_the_same_bytes(project: Project) -> None:
     assert sorted(runs[0].values()) == [512, 4608, 8192, 12288]
 
 
-def test_groups_of_workers_do_not_show_in_node_ids(project: Project) -> None:
+def test_groups_of_workers_are_removed_from_node_ids(project: Project) -> None:
     pytest.importorskip("xdist")
     project.write(
         test_groups="""

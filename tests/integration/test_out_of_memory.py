@@ -1,4 +1,4 @@
-"""A body that runs out of memory, and one that leaks: what stands below the failure."""
+"""Explanations below the failure of a body that runs out of memory or leaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OUT_OF_MEMORY = """
 """
 
 
-def test_out_of_memory_says_who_asked_who_holds_and_what_helps(project: Project) -> None:
+def test_out_of_memory_names_the_request_the_holders_and_a_remedy(project: Project) -> None:
     project.write(test_oom=OUT_OF_MEMORY)
 
     result = project.run(f"--gpumem-report=json:{project.path / 'report.json'}")
@@ -69,7 +69,7 @@ LEAK = """
 """
 
 
-def test_a_leak_says_what_keeps_it(project: Project) -> None:
+def test_a_leak_names_the_variable_that_keeps_it(project: Project) -> None:
     project.write(test_leak=LEAK)
 
     report = project.report()["test_leak.py::test_keeps"]

@@ -17,7 +17,7 @@ def outcome(test: dict[str, object]) -> tuple[object, object]:
     return test["outcome"], test["judged"]
 
 
-def test_an_expected_failure_may_be_a_verdict(project: Project) -> None:
+def test_a_failed_verdict_may_be_an_expected_failure(project: Project) -> None:
     project.write(
         test_xfail="""
         @pytest.mark.gpumem(max=1)
@@ -88,13 +88,13 @@ def test_skipped_tests_are_not_measured(project: Project) -> None:
     project.run().assert_outcomes(skipped=4, passed=1)
 
 
-def test_exit_first_stops_at_a_verdict(project: Project) -> None:
+def test_exit_first_stops_at_a_failed_verdict(project: Project) -> None:
     project.write(test_first=TOO_LARGE, test_second=TOO_LARGE)
 
     project.run("-x").assert_outcomes(failed=1)
 
 
-def test_last_failed_runs_a_test_that_failed_by_its_memory(project: Project) -> None:
+def test_last_failed_selects_a_test_that_failed_by_its_memory(project: Project) -> None:
     project.write(
         test_last=TOO_LARGE
         + """
@@ -110,7 +110,7 @@ def test_last_failed_runs_a_test_that_failed_by_its_memory(project: Project) -> 
     result.assert_outcomes(failed=1)
 
 
-def test_an_error_in_a_fixture_is_an_error_and_the_next_test_starts_clean(project: Project) -> None:
+def test_a_fixture_error_leaves_the_next_test_unchanged(project: Project) -> None:
     project.write(
         test_error="""
         @pytest.fixture
@@ -140,7 +140,7 @@ def test_an_error_in_a_fixture_is_an_error_and_the_next_test_starts_clean(projec
     project.run().assert_outcomes(passed=2, errors=2)
 
 
-def test_an_interrupted_body_gives_everything_back(project: Project) -> None:
+def test_an_interrupted_body_restores_torch_and_the_process(project: Project) -> None:
     project.write(
         conftest="""
         CALL = torch.nn.Module.__call__
@@ -178,7 +178,7 @@ def test_without_the_plugin_marked_tests_are_ordinary_tests(project: Project) ->
     result.stdout.no_fnmatch_line("gpumem: *")
 
 
-def test_several_verdicts_stand_in_one_failure(project: Project) -> None:
+def test_several_failed_verdicts_are_one_failure(project: Project) -> None:
     project.write(
         test_several="""
         @pytest.mark.gpumem(max=1, max_reserved=1)
@@ -195,7 +195,7 @@ def test_several_verdicts_stand_in_one_failure(project: Project) -> None:
 
 
 @pytest.mark.parametrize(("warmup", "repeat", "runs"), [(0, 1, 1), (2, 1, 3), (1, 2, 3)])
-def test_warm_up_and_repetition_run_the_body_and_the_last_run_counts(
+def test_warm_up_and_repeat_run_the_body_and_the_last_run_counts(
     project: Project, warmup: int, repeat: int, runs: int
 ) -> None:
     project.write(
@@ -226,7 +226,7 @@ def test_warm_up_and_repetition_run_the_body_and_the_last_run_counts(
     assert tests["test_warm.py::test_warm"]["outcome"] == "passed"
 
 
-def test_a_failing_warm_up_run_is_the_test_s_failure(project: Project) -> None:
+def test_a_failing_warm_up_run_fails_the_test(project: Project) -> None:
     project.write(
         test_warm="""
         runs = []
@@ -247,7 +247,7 @@ def test_a_failing_warm_up_run_is_the_test_s_failure(project: Project) -> None:
     result.stdout.fnmatch_lines(["E*second run*"])
 
 
-def test_all_measures_unmarked_tests_without_judging_them(project: Project) -> None:
+def test_the_option_all_measures_unmarked_tests_without_judging(project: Project) -> None:
     project.write_ini("gpumem_max = 1KiB")
     project.write(
         test_all="""

@@ -1,4 +1,4 @@
-"""``predict=``: what is measured has to agree with what the simulation says."""
+"""``predict=``: a measurement has to agree with the simulation."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ TESTS = """
 
 KIB, MIB = 1 << 10, 1 << 20
 WORKSPACE = 32 * MIB
-"""Of cuBLAS on Hopper."""
+"""The workspace of cuBLAS on Hopper."""
 
 
 @pytest.fixture
 def real(project: Project) -> Project:
-    """A project on a machine with what torch takes for a real H100."""
+    """Return a project whose torch takes a stand-in for a real H100."""
     project.write(conftest=STAND_IN, test_model=TESTS)
     return project
 
@@ -103,7 +103,7 @@ def verdicts(test: dict[str, Any]) -> dict[str | None, dict[str, Any]]:
     return {v["phase"]: v for v in test["verdicts"] if v["kind"] == "prediction"}
 
 
-def test_a_measurement_that_agrees(real: Project) -> None:
+def test_a_measurement_that_agrees_passes(real: Project) -> None:
     tests = report(real)
 
     test = tests["test_forward"]
@@ -125,12 +125,12 @@ def test_a_measurement_that_agrees(real: Project) -> None:
         "activations": 256 * KIB,
         "workspace": WORKSPACE,
     }
-    # Its limit does not change what a test needs, nor does the model that its marker names.
+    # Neither its limit nor the GPU model of its marker changes a test's need.
     assert verdicts(tests["test_limit"])[None]["passed"]
     assert verdicts(tests["test_several[T4]"])[None]["passed"]
     assert verdicts(tests["test_without"]) == {}
     assert tests["test_without"]["prediction"] is None
-    # One process for the module; its fixtures were never set up in the real one for it.
+    # One process for the module; the prediction set up no fixture in the measured process.
     assert (real.path / "processes.txt").read_text().split() == ["simulated", "real"]
 
 
@@ -152,7 +152,7 @@ def test_a_measurement_that_agrees(real: Project) -> None:
         ),
     ],
 )
-def test_a_difference_to_either_side_fails_and_is_explained(
+def test_a_difference_in_either_direction_fails_and_is_explained(
     real: Project,
     monkeypatch: pytest.MonkeyPatch,
     rows: int,
@@ -188,7 +188,7 @@ def test_options_of_the_run_apply_to_the_prediction(real: Project) -> None:
     assert tests["test_forward"]["prediction"]["composition"]["inputs"] == 512 * KIB
 
 
-def test_the_prediction_runs_the_wanted_tests_alone_and_leaves_files_alone(real: Project) -> None:
+def test_a_prediction_runs_only_its_tests_and_writes_no_files(real: Project) -> None:
     body = """
         from pathlib import Path
 
@@ -224,7 +224,7 @@ def test_workers_predict_the_tests_that_they_run(real: Project) -> None:
     assert verdicts(tests["test_forward"])[None]["passed"]
 
 
-def test_what_cannot_be_predicted_fails(real: Project) -> None:
+def test_a_test_that_cannot_be_predicted_fails(real: Project) -> None:
     real.write(
         test_odd="""
             import os
@@ -280,7 +280,7 @@ def test_what_cannot_be_predicted_fails(real: Project) -> None:
     )
 
 
-def test_a_gpu_that_the_catalogue_does_not_have_describes_itself(real: Project) -> None:
+def test_a_gpu_outside_the_catalogue_is_simulated_from_its_properties(real: Project) -> None:
     source = (real.path / "conftest.py").read_text()
     model = 'GpuModel("mine", "Custom GPU", 5 << 30, (9, 0), 20, 2048, 1 << 20)'
     source = source.replace('simulate("H100")', f"simulate({model})")
@@ -294,7 +294,7 @@ def test_a_gpu_that_the_catalogue_does_not_have_describes_itself(real: Project) 
     assert test["outcome"] == "passed"
 
 
-def test_simulated_tests_say_that_nothing_was_checked(project: Project) -> None:
+def test_a_simulated_run_notes_that_no_prediction_was_checked(project: Project) -> None:
     project.write(
         test_model="""
             pytestmark = pytest.mark.gpumem(predict="1%")

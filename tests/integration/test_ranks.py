@@ -23,7 +23,7 @@ STEP = """
 MIB = 1 << 20
 
 
-def test_a_test_is_one_rank(project: Project) -> None:
+def test_a_test_with_a_rank_runs_as_that_rank(project: Project) -> None:
     project.write(
         test_step=STEP
         + """
@@ -55,7 +55,7 @@ def test_a_test_is_one_rank(project: Project) -> None:
     assert "ranks" not in alone["expectation"]
 
 
-def test_a_list_makes_one_test_of_each(project: Project) -> None:
+def test_a_list_of_ranks_makes_one_test_of_each(project: Project) -> None:
     project.write(
         test_step=STEP
         + """
@@ -126,7 +126,7 @@ def test_a_rank_that_fails_is_named(project: Project) -> None:
     result.assert_outcomes(failed=1)
 
 
-def test_groups_of_a_shared_fixture_last(project: Project) -> None:
+def test_process_groups_of_a_shared_fixture_last_for_its_tests(project: Project) -> None:
     project.write(
         test_step=STEP
         + """
@@ -158,9 +158,7 @@ def test_groups_of_a_shared_fixture_last(project: Project) -> None:
         ("ranks=2, rank='first'", "rank='first' is not a rank; write an int from 0 up, or 'worst'"),
     ],
 )
-def test_what_is_wrong_is_said_when_collecting(
-    project: Project, keywords: str, sentence: str
-) -> None:
+def test_wrong_ranks_are_a_collection_error(project: Project, keywords: str, sentence: str) -> None:
     project.write(
         test_step=f"""
     @pytest.mark.gpumem({keywords})

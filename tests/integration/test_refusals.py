@@ -1,4 +1,4 @@
-"""Options and settings that are mistyped: one sentence that says what was meant."""
+"""Mistyped options and settings are refused in one sentence with a suggestion."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.pytest_project import Project
         ),
     ],
 )
-def test_a_mistyped_option(project: Project, argument: str, sentence: str) -> None:
+def test_a_mistyped_option_is_refused(project: Project, argument: str, sentence: str) -> None:
     result = project.run(argument)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert sentence in result.errlines
 
 
-def test_a_mistyped_option_of_the_environment(
+def test_a_mistyped_option_in_pytest_addopts_gets_a_suggestion(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", "--gpumem-history=bad")
@@ -50,7 +50,7 @@ def test_a_mistyped_option_of_the_environment(
         ("gpumem_xyz = 1", "'gpumem_xyz' * see pytest --help"),
     ],
 )
-def test_a_mistyped_setting_checks_nothing_and_is_refused(
+def test_a_mistyped_ini_setting_is_refused_with_a_suggestion(
     project: Project, setting: str, meant: str
 ) -> None:
     project.write_ini(setting)
@@ -59,7 +59,7 @@ def test_a_mistyped_setting_checks_nothing_and_is_refused(
     result.stderr.fnmatch_lines([f"ERROR: *tox.ini: {meant}"])
 
 
-def test_every_test_of_the_cpu_passes_where_torch_is_missing(project: Project) -> None:
+def test_tests_of_the_cpu_pass_without_torch(project: Project) -> None:
     (project.path / "conftest.py").write_text(
         "import importlib.util\n"
         "find = importlib.util.find_spec\n"

@@ -93,7 +93,7 @@ TESTS = """
 """
 
 
-def test_conditions_shapes_and_assertions_go_by_real_values(project: Project) -> None:
+def test_conditions_shapes_and_assertions_use_real_values(project: Project) -> None:
     project.write(test_values=TESTS)
 
     result = project.run("-rA")
@@ -109,7 +109,7 @@ def test_conditions_shapes_and_assertions_go_by_real_values(project: Project) ->
     result.stdout.no_fnmatch_line("*During handling of the above exception*")
 
 
-def test_what_fails_after_an_assumption_runs_again_with_values(project: Project) -> None:
+def test_a_failure_after_an_assumed_value_runs_again_with_values(project: Project) -> None:
     body = """
         @pytest.mark.gpumem
         def test_an_overflow_halves_the_scale():
@@ -126,7 +126,7 @@ def test_what_fails_after_an_assumption_runs_again_with_values(project: Project)
     project.run().assert_outcomes(passed=1)
 
 
-def test_the_numbers_are_those_of_shapes(project: Project) -> None:
+def test_a_second_run_has_the_same_numbers_as_one_without_values(project: Project) -> None:
     body = """
         @pytest.fixture
         def x():
@@ -157,7 +157,7 @@ def test_the_numbers_are_those_of_shapes(project: Project) -> None:
 
 
 @pytest.mark.parametrize(("setting", "runs"), [("always", 1), ("auto", 2)])
-def test_values_may_be_computed_from_the_start(project: Project, setting: str, runs: int) -> None:
+def test_values_may_be_computed_in_the_first_run(project: Project, setting: str, runs: int) -> None:
     body = """
         runs = []
 
@@ -175,7 +175,7 @@ def test_values_may_be_computed_from_the_start(project: Project, setting: str, r
     project.run().assert_outcomes(passed=2)
 
 
-def test_what_the_host_cannot_hold_is_skipped(project: Project) -> None:
+def test_a_test_whose_values_exceed_host_memory_is_skipped(project: Project) -> None:
     body = """
         @pytest.mark.gpumem
         def test_values():
@@ -203,7 +203,7 @@ LITTLE_MEMORY = """
 """
 
 
-def test_a_shared_fixture_that_cannot_be_simulated_spoils_no_other_test(project: Project) -> None:
+def test_a_shared_fixture_that_cannot_be_simulated_skips_its_tests_only(project: Project) -> None:
     body = """
         @pytest.fixture(scope="module")
         def chosen():
@@ -225,7 +225,7 @@ def test_a_shared_fixture_that_cannot_be_simulated_spoils_no_other_test(project:
 
 
 @pytest.mark.parametrize("scope", ["test", "session"])
-def test_shared_fixtures_of_unmarked_tests_belong_to_their_device(
+def test_a_shared_fixture_of_unmarked_tests_stays_on_its_device(
     project: Project, scope: str
 ) -> None:
     body = """
@@ -243,7 +243,7 @@ def test_shared_fixtures_of_unmarked_tests_belong_to_their_device(
     project.run("--gpumem-all", f"--gpumem-sim-scope={scope}").assert_outcomes(passed=2)
 
 
-def test_a_shared_process_group_is_there_in_the_second_run(project: Project) -> None:
+def test_a_shared_process_group_exists_in_the_second_run(project: Project) -> None:
     body = """
         from torch import distributed
 
@@ -265,7 +265,7 @@ def test_a_shared_process_group_is_there_in_the_second_run(project: Project) -> 
     project.run().assert_outcomes(passed=2)
 
 
-def test_a_neutral_number_may_be_recorded(project: Project) -> None:
+def test_a_number_may_be_recorded_without_a_second_run(project: Project) -> None:
     body = """
         @pytest.mark.gpumem
         def test_loss(record_property):
@@ -312,7 +312,7 @@ def test_integers_are_counted_and_printed_in_one_run(project: Project) -> None:
     assert note.endswith("read a value that is not computed: it got 0")
 
 
-def test_second_runs_in_workers(project: Project) -> None:
+def test_second_runs_happen_in_workers_too(project: Project) -> None:
     project.write(test_values=TESTS.replace("def test_runs", "def not_a_test"))
 
     result = project.run_apart("-n1")
@@ -332,7 +332,7 @@ SLOW_HOST = """
 """A machine that multiplies and adds 10⁹ numbers in a second."""
 
 
-def test_what_takes_too_long_is_not_begun(project: Project) -> None:
+def test_a_second_run_estimated_as_too_long_is_not_started(project: Project) -> None:
     body = """
         @pytest.mark.gpumem
         def test_values():
@@ -365,10 +365,10 @@ def test_what_takes_too_long_is_not_begun(project: Project) -> None:
     "work",
     [
         "x = x.sin() if device else x",  # without a formula
-        "x = x @ x if x.sum() > 0 else x",  # asked for before the first run has come to it
+        "x = x @ x if x.sum() > 0 else x",  # the value is needed before the first run reaches it
     ],
 )
-def test_what_goes_on_for_too_long_is_stopped(project: Project, work: str) -> None:
+def test_a_second_run_that_exceeds_its_time_limit_is_stopped(project: Project, work: str) -> None:
     body = """
         @pytest.fixture
         def device():
@@ -401,7 +401,7 @@ def test_what_goes_on_for_too_long_is_stopped(project: Project, work: str) -> No
 @pytest.mark.parametrize(
     ("options", "is_shown"), [((), True), (("-s",), False), (("-o", "log_cli=true"), False)]
 )
-def test_a_terminal_shows_what_takes_long(
+def test_a_terminal_shows_the_progress_of_a_second_run(
     project: Project, options: tuple[str, ...], is_shown: bool
 ) -> None:
     body = """
@@ -424,7 +424,7 @@ def test_a_terminal_shows_what_takes_long(
     )
     assert (line in written) is is_shown
     assert (f"{line}: 0 s of at most 30 s" in written) is is_shown
-    # The line is gone, and what follows stands behind the name of the module.
+    # The line is erased, and the outcome follows the name of the module.
     assert ("\x1b[2K\x1b[A\x1b[15G" in written) is is_shown
     assert "1 passed" in written
 
@@ -449,7 +449,7 @@ def test_an_interrupt_of_the_second_run_loses_no_report(project: Project) -> Non
     assert list(project.written_report()) == ["test_it.py::test_first"]
 
 
-def test_a_fixture_that_needs_values_leaves_tmp_path_usable(project: Project) -> None:
+def test_tmp_path_is_usable_after_a_fixture_that_needs_values(project: Project) -> None:
     project.write(
         test_it="""
         @pytest.fixture

@@ -9,9 +9,9 @@ from tests.pytest_project import Project
 CONFTEST = """
     import os
 
-    with open(os.path.join(os.path.dirname(__file__), "asked.txt"), "a") as asked:
+    with open(os.path.join(os.path.dirname(__file__), "answers.txt"), "a") as answers:
         where = os.environ.get("PYTEST_XDIST_WORKER", "main")
-        asked.write(f"{where} {torch.cuda.is_available()}\\n")
+        answers.write(f"{where} {torch.cuda.is_available()}\\n")
 """
 CONSTANTS = 'torch_device = "cuda" if torch.cuda.is_available() else "cpu"\n'
 TEST = """
@@ -27,8 +27,8 @@ TEST = """
 """
 
 
-def asked(project: Project) -> list[str]:
-    return sorted((project.path / "asked.txt").read_text().splitlines())
+def answers(project: Project) -> list[str]:
+    return sorted((project.path / "answers.txt").read_text().splitlines())
 
 
 @pytest.fixture
@@ -46,30 +46,30 @@ def suite(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 def test_a_conftest_finds_the_gpu(suite: Project) -> None:
     suite.run_apart("--gpumem-sim-scope=session").assert_outcomes(passed=2)
 
-    assert asked(suite) == ["main True"]
+    assert answers(suite) == ["main True"]
 
 
-def test_the_ini_file_says_so_too(suite: Project) -> None:
+def test_the_ini_file_sets_the_session_scope_too(suite: Project) -> None:
     suite.write_ini("gpumem_sim_scope = session")
 
     suite.run_apart().assert_outcomes(passed=2)
 
-    assert asked(suite) == ["main True"]
+    assert answers(suite) == ["main True"]
 
 
-def test_workers_find_it_and_their_controller_does_not(suite: Project) -> None:
+def test_workers_find_the_gpu_and_their_controller_does_not(suite: Project) -> None:
     suite.run_apart("--gpumem-sim-scope=session", "-n2").assert_outcomes(passed=2)
 
-    assert asked(suite) == ["gw0 True", "gw1 True", "main False"]
+    assert answers(suite) == ["gw0 True", "gw1 True", "main False"]
 
 
-def test_without_it_a_conftest_finds_none(suite: Project) -> None:
+def test_a_conftest_finds_no_gpu_without_the_session_scope(suite: Project) -> None:
     suite.run_apart().assert_outcomes(skipped=1, failed=1)
 
-    assert asked(suite) == ["main False"]
+    assert answers(suite) == ["main False"]
 
 
-def test_the_process_is_given_back(suite: Project) -> None:
+def test_the_process_has_no_gpu_after_the_session(suite: Project) -> None:
     import torch
 
     suite.run("--gpumem-sim-scope=session")
@@ -77,7 +77,7 @@ def test_the_process_is_given_back(suite: Project) -> None:
     assert not torch.cuda.is_available()
 
 
-def test_a_wrong_setting_is_said_as_ever(suite: Project) -> None:
+def test_a_wrong_setting_is_a_usage_error(suite: Project) -> None:
     result = suite.run_apart("--gpumem-sim-scope=session", "--gpumem-tolerance=much")
 
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -85,7 +85,7 @@ def test_a_wrong_setting_is_said_as_ever(suite: Project) -> None:
     result.stderr.no_fnmatch_line("*Traceback*")
 
 
-def test_settings_of_the_allocator_that_a_conftest_makes_hold(project: Project) -> None:
+def test_allocator_settings_of_a_conftest_apply(project: Project) -> None:
     project.write(
         conftest="""
     import os
@@ -106,7 +106,7 @@ def test_settings_of_the_allocator_that_a_conftest_makes_hold(project: Project) 
     assert test["environment"]["alloc_conf"] == "expandable_segments:True"
 
 
-def test_an_unmarked_test_that_needs_values_is_told_how_to_get_them(project: Project) -> None:
+def test_an_unmarked_test_that_needs_values_names_the_option(project: Project) -> None:
     body = """
         import pytest
         import torch

@@ -88,7 +88,7 @@ def test_limits_hold_for_each_device_and_the_failure_names_it(
     assert "cuda:1" in next(line for line in output.splitlines() if broken in line)
 
 
-def test_a_test_on_the_second_device_alone_was_measured(project: Project) -> None:
+def test_a_test_that_uses_only_the_second_device_is_measured(project: Project) -> None:
     project.write(
         test_second="""
         @pytest.mark.gpumem(max="8KiB")
@@ -133,7 +133,7 @@ def test_each_test_begins_on_the_first_device(project: Project) -> None:
     project.run(device=TWO).assert_outcomes(passed=4)
 
 
-def test_the_marker_names_a_machine(project: Project) -> None:
+def test_a_marker_may_name_several_gpus_of_a_model(project: Project) -> None:
     project.write(
         test_machine="""
         @pytest.mark.gpumem(gpu=["T4", "A10*2"])
@@ -148,7 +148,7 @@ def test_the_marker_names_a_machine(project: Project) -> None:
     result.stdout.fnmatch_lines(["*test_count?T4? devices: 1", "*test_count?A10?2? devices: 2"])
 
 
-def test_baselines_of_a_machine_are_its_own(project: Project) -> None:
+def test_baselines_of_several_gpus_have_their_own_environment(project: Project) -> None:
     project.write(
         test_step="""
         @pytest.mark.gpumem(baseline=True)
@@ -183,7 +183,7 @@ def test_data_parallel_skips_the_test_with_one_sentence(project: Project) -> Non
     )
 
 
-def test_the_header_and_the_table_name_the_machine(project: Project) -> None:
+def test_the_header_and_the_table_name_the_number_of_gpus(project: Project) -> None:
     project.write(
         test_step="""
         @pytest.mark.gpumem(max="1MiB")

@@ -38,7 +38,7 @@ def ran(project: Project, *args: str, apart: bool = False, **options: Any) -> li
     return [match[1] for match in found if match]
 
 
-def note(result: pytest.RunResult) -> str:
+def shard_note(result: pytest.RunResult) -> str:
     (line,) = (line for line in result.outlines if line.startswith("note: shard"))
     return line
 
@@ -51,19 +51,19 @@ def test_every_test_runs_on_one_machine(project: Project, count: int) -> None:
     assert all(parts)
 
 
-def test_all_workers_collect_the_same_part(project: Project) -> None:
+def test_all_workers_collect_the_same_shard(project: Project) -> None:
     project.write(test_it=SUITE)
     parts = [ran(project, f"--gpumem-shard={n}/2", "-n2", apart=True, use=CACHE) for n in (1, 2)]
     assert sorted(test for part in parts for test in part) == sorted(EVERY)
 
 
-def test_a_part_is_one_of_what_is_selected(project: Project) -> None:
+def test_shards_divide_the_selected_tests(project: Project) -> None:
     project.write(test_it=SUITE)
     parts = [ran(project, f"--gpumem-shard={number}/2", "-ktest_plain") for number in (1, 2)]
     assert sorted(map(len, parts)) == [3, 4]
 
 
-def test_the_order_of_tests_does_not_matter(project: Project) -> None:
+def test_shards_do_not_depend_on_the_order_of_tests(project: Project) -> None:
     project.write(test_it=SUITE)
     parts = [
         ran(project, f"--gpumem-shard={number}/2", f"--randomly-seed={number}", use=("randomly",))
@@ -73,20 +73,20 @@ def test_the_order_of_tests_does_not_matter(project: Project) -> None:
 
 
 def durations(project: Project) -> Path:
-    """Write what pytest-split would: one test takes as long as all others together."""
+    """Write a file as pytest-split does: one test takes as long as all others together."""
     path = project.path / ".test_durations"
     path.write_text(json.dumps({**dict.fromkeys(EVERY, 1.0), "test_it.py::test_plain[3]": 9.0}))
     return path
 
 
-def test_durations_of_pytest_split_are_read(project: Project) -> None:
+def test_durations_of_pytest_split_balance_the_shards(project: Project) -> None:
     project.write_ini("")
     project.write(test_it=SUITE)
     durations(project)
     assert sorted(len(ran(project, f"--gpumem-shard={number}/2")) for number in (1, 2)) == [1, 9]
 
 
-def test_what_earlier_runs_took_decides(project: Project) -> None:
+def test_durations_of_earlier_runs_balance_the_shards(project: Project) -> None:
     project.write(
         test_it="""
         import time
@@ -110,7 +110,7 @@ def test_what_earlier_runs_took_decides(project: Project) -> None:
     assert ran(project, "--gpumem-shard=1/2", use=CACHE) == ["test_it.py::test_it[3]"]
 
 
-def test_a_group_of_xdist_stays_together(project: Project) -> None:
+def test_a_group_of_xdist_is_in_one_shard(project: Project) -> None:
     project.write(
         test_it="""
         @pytest.mark.parametrize("number", range(4))
@@ -130,7 +130,7 @@ def test_a_group_of_xdist_stays_together(project: Project) -> None:
     assert sorted(map(len, groups)) == [0, 4]
 
 
-def test_a_report_says_what_tests_take(project: Project) -> None:
+def test_durations_of_a_report_balance_the_shards(project: Project) -> None:
     project.write(test_it=SUITE)
     project.report("--gpumem-all")
     path = project.path / "report.json"
@@ -157,7 +157,7 @@ def plan(project: Project, *parts: list[str]) -> Path:
     return path
 
 
-def test_a_plan_decides_and_what_it_does_not_know_goes_where_it_fits(project: Project) -> None:
+def test_a_plan_decides_and_its_unknown_tests_go_where_they_fit(project: Project) -> None:
     project.write(test_it=SUITE)
     path = plan(project, ["test_it.py::test_marked[1]", "test_gone.py::test_it"], [])
     options = (f"--gpumem-shard-by={path}", "--gpumem-shard")
@@ -177,11 +177,11 @@ def test_a_plan_of_another_number_of_shards_is_refused(project: Project) -> None
     )
 
 
-def test_the_run_says_which_part_it_was(project: Project) -> None:
+def test_a_run_names_its_shard(project: Project) -> None:
     project.write_ini("")
     project.write(test_it=SUITE)
     durations(project)
-    notes = [note(project.run(f"--gpumem-shard={number}/2")) for number in (1, 2)]
+    notes = [shard_note(project.run(f"--gpumem-shard={number}/2")) for number in (1, 2)]
     one = re.fullmatch(
         r"note: shard 1/2: 1 of 10 tests, 1 of them known to take 9.0 s; cut (\w{8}), which is the "
         r"same on every machine or tests are left out",
@@ -191,13 +191,13 @@ def test_the_run_says_which_part_it_was(project: Project) -> None:
     assert notes[1].startswith(
         f"note: shard 2/2: 9 of 10 tests, 9 of them known to take 9.0 s; cut {one[1]}, "
     )
-    # A machine that knows other durations cuts differently, and says so.
+    # A machine with other durations divides differently, and its note differs.
     (project.path / ".test_durations").unlink()
-    assert one[1] not in note(project.run("--gpumem-shard=1/2"))
-    assert one[1] not in note(project.run_apart("--gpumem-shard=1/2", "-n2"))
+    assert one[1] not in shard_note(project.run("--gpumem-shard=1/2"))
+    assert one[1] not in shard_note(project.run_apart("--gpumem-shard=1/2", "-n2"))
 
 
-def test_what_is_left_out_is_no_reason_to_prune_its_baseline(project: Project) -> None:
+def test_pruning_keeps_baselines_of_tests_in_other_shards(project: Project) -> None:
     project.write(test_it=SUITE)
     project.run("--gpumem-update-baselines")
     before = project.baselines()
@@ -205,7 +205,7 @@ def test_what_is_left_out_is_no_reason_to_prune_its_baseline(project: Project) -
     assert project.baselines() == before
 
 
-def test_memory_counts_where_tests_wait_for_it(project: Project) -> None:
+def test_memory_balances_the_shards_where_tests_share_a_gpu(project: Project) -> None:
     project.write(
         test_it="""
         @pytest.mark.parametrize("number", range(4))
@@ -229,9 +229,7 @@ def test_memory_counts_where_tests_wait_for_it(project: Project) -> None:
 
 
 @pytest.mark.parametrize("workers", [(), ("-n1",)])
-def test_a_file_that_does_not_say_what_tests_take_is_refused(
-    project: Project, workers: tuple[str, ...]
-) -> None:
+def test_a_file_without_durations_is_refused(project: Project, workers: tuple[str, ...]) -> None:
     project.write(test_it=SUITE)
     (project.path / "took.json").write_text("{")
     result = project.run_apart("--gpumem-shard=1/2", "--gpumem-shard-by=took.json", *workers)

@@ -97,12 +97,12 @@ HELD = ("parameters", "gradients", "optimizer state")
 
 
 TRAINED = {"parameters": 2 * SHARD, "gradients": 2 * SHARD, "optimizer state": 4 * SHARD}
-"""Of two weights; Adam keeps two numbers for each."""
+"""Bytes of two weights; Adam keeps two numbers for each element."""
 EXPECTED = {
     "fully_shard": TRAINED,
     # Gathered in half precision, kept in full.
     "half": TRAINED,
-    # Not registered with their modules meanwhile: these have the whole ones.
+    # Meanwhile the modules have the unsharded parameters registered, not the shards.
     "whole": {**TRAINED, "parameters": 2 * SHARD + 2 * WEIGHT // 2},
     "whole_when_watched": {"parameters": 2 * SHARD + 2 * WEIGHT},
     # Added up in the precision that they will be reduced in.
@@ -119,7 +119,7 @@ EXPECTED = {
 }
 
 
-def test_parts_count_as_what_they_are_parts_of(project: Project) -> None:
+def test_a_shard_has_the_category_and_name_of_its_parameter(project: Project) -> None:
     project.write(test_ranks=TRAINING)
     tests = project.report()
     phases = {

@@ -32,7 +32,7 @@ def stays(folder: Path) -> list[Stay]:
 
 
 def most(stays: Iterable[Stay], of_each: Callable[[Stay], int]) -> int:
-    """Return the most that the tests beside each other had together at one moment."""
+    """Return the highest sum of ``of_each`` over the tests that ran at one moment."""
     changes = [(stay.released, -of_each(stay)) for stay in stays]
     changes += [(stay.granted, of_each(stay)) for stay in stays]
     return max(accumulate(change for _, change in sorted(changes)))
@@ -63,13 +63,13 @@ def test_workers_take_turns_where_there_is_no_room_for_both(project: Project, fo
     result.stdout.fnmatch_lines(["note: simulated T4 cuda:0: 6 tests on 2 workers in * s, *"])
 
 
-def test_an_unmarked_test_does_not_ask(project: Project, folder: Path) -> None:
+def test_an_unmarked_test_asks_for_no_memory(project: Project, folder: Path) -> None:
     project.write(test_it="def test_it(): pass")
     project.run("--gpumem-share").assert_outcomes(passed=1)
     assert not folder.exists()
 
 
-def test_of_which_nothing_is_known_runs_alone(project: Project, folder: Path) -> None:
+def test_a_test_of_unknown_need_runs_alone(project: Project, folder: Path) -> None:
     project.write(
         test_it="""
         @pytest.mark.gpumem
@@ -81,7 +81,7 @@ def test_of_which_nothing_is_known_runs_alone(project: Project, folder: Path) ->
     assert [stay.bytes for stay in stays(folder)] == [0]
 
 
-def test_a_baseline_says_what_a_test_needs(project: Project, folder: Path) -> None:
+def test_the_need_of_a_test_is_that_of_its_baseline(project: Project, folder: Path) -> None:
     project.write(
         test_it="""
         @pytest.mark.gpumem
@@ -97,8 +97,8 @@ def test_a_baseline_says_what_a_test_needs(project: Project, folder: Path) -> No
 TWO = "--gpumem-device=sim:T4*2"
 
 
-def asked(folder: Path) -> dict[str, int]:
-    """Bytes by device of the last test that was granted any."""
+def last_grant(folder: Path) -> dict[str, int]:
+    """Return the bytes by device of the last grant."""
     found = stays(folder)
     last = found[-1].nodeid, found[-1].granted
     return {one.device: one.bytes for one in found if (one.nodeid, one.granted) == last}
@@ -114,9 +114,9 @@ def test_a_test_that_uses_two_devices_asks_for_both(project: Project, folder: Pa
         """
     )
     project.run("--gpumem-share", device=TWO, use=("cacheprovider",)).assert_outcomes(passed=1)
-    assert asked(folder) == {"simulated T4 cuda:0": 2 << 30}, "nobody knows yet"
+    assert last_grant(folder) == {"simulated T4 cuda:0": 2 << 30}, "the need is still unknown"
     project.run("--gpumem-share", device=TWO, use=("cacheprovider",)).assert_outcomes(passed=1)
-    assert asked(folder) == both
+    assert last_grant(folder) == both
 
     project.write(
         test_it="""
@@ -126,7 +126,7 @@ def test_a_test_that_uses_two_devices_asks_for_both(project: Project, folder: Pa
         """
     )
     project.run("--gpumem-share").assert_outcomes(passed=1)
-    assert asked(folder) == both
+    assert last_grant(folder) == both
 
 
 def test_workers_spread_over_the_devices_of_a_machine(project: Project, folder: Path) -> None:
@@ -168,7 +168,7 @@ def test_no_test_needs_more_than_its_quota(project: Project, folder: Path) -> No
     assert [stay.bytes for stay in stays(folder)] == [GIB] * 2
 
 
-def test_a_test_that_never_fits_says_so(project: Project) -> None:
+def test_a_test_that_never_fits_fails_with_its_need(project: Project) -> None:
     project.write(
         test_it="""
         @pytest.mark.gpumem(max_reserved="16GiB")
@@ -183,7 +183,7 @@ def test_a_test_that_never_fits_says_so(project: Project) -> None:
     )
 
 
-def test_who_waits_too_long_says_for_whom(project: Project, folder: Path) -> None:
+def test_a_test_that_waits_too_long_names_the_holders(project: Project, folder: Path) -> None:
     from pytest_gpumem.sharing.admission import Budget
 
     project.write(
@@ -233,7 +233,7 @@ def test_a_quota_of_the_options_holds_for_every_test(project: Project, quota: st
 
 
 @pytest.mark.parametrize("quota", ["", "0", "101%", "many", "-1GiB"])
-def test_what_is_no_quota_is_refused(project: Project, quota: str) -> None:
+def test_a_malformed_quota_is_refused(project: Project, quota: str) -> None:
     project.write(test_it=QUOTA)
     result = project.run_apart(f"--gpumem-quota={quota}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

@@ -1,4 +1,4 @@
-"""Out of memory on a shared device: whose fault it is, and what becomes of the test."""
+"""Out of memory on a shared device: the cause that is named, and the outcome of the test."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write(project: Project, body: str) -> None:
     project.write(neighbour=NEIGHBOUR, test_it=f"from neighbour import *\n{body}")
 
 
-def test_crowded_out_by_a_neighbour_it_runs_once_more_alone(project: Project) -> None:
+def test_a_test_crowded_out_by_a_neighbour_runs_once_more_alone(project: Project) -> None:
     write(
         project,
         """
@@ -84,7 +84,7 @@ def test_it():
 
 
 def test_a_body_that_handles_the_error_runs_again_too(project: Project) -> None:
-    # Else its numbers would be those of a batch that a neighbour has made small.
+    # Otherwise its numbers would be those of the smaller batch that a neighbour forced.
     write(
         project,
         """
@@ -108,7 +108,7 @@ def test_it():
     assert len(sharing_of(project)["notes"]) == 1
 
 
-def test_what_has_no_room_alone_either_is_the_machines_fault(project: Project) -> None:
+def test_a_test_without_room_alone_blames_the_machine(project: Project) -> None:
     write(
         project,
         """
@@ -135,7 +135,7 @@ def test_it():
     )
 
 
-def test_over_its_own_quota_a_test_fails_and_says_by_how_much(project: Project) -> None:
+def test_a_test_over_its_quota_fails_with_the_excess(project: Project) -> None:
     write(
         project,
         """
@@ -159,7 +159,7 @@ def test_it():
     )
 
 
-def test_over_the_device_it_fails_at_once(project: Project) -> None:
+def test_a_test_over_the_device_fails_without_another_run(project: Project) -> None:
     write(
         project,
         """
@@ -195,13 +195,13 @@ def test_runs():
 def test_an_elastic_quota_grows_while_the_device_has_room(
     project: Project, size: int, runs: int, borrowed: int
 ) -> None:
-    # Twice the quota, or what was asked for if that is more.
+    # Twice the quota, or the request if that is larger.
     write(project, ELASTIC.format(size=size, runs=runs).replace('max_reserved="2GiB", ', ""))
     project.run("--gpumem-share", "--gpumem-report=json:report.json", "-p", "no:randomly")
     assert sharing_of(project)["borrowed"] == borrowed << 30
 
 
-def test_an_elastic_quota_ends_with_the_device(project: Project) -> None:
+def test_an_elastic_quota_ends_at_the_capacity_of_the_device(project: Project) -> None:
     write(project, ELASTIC.format(size=15, runs=1))
     result = project.run("--gpumem-share", "-p", "no:randomly")
     result.assert_outcomes(passed=1, failed=1)
@@ -240,7 +240,7 @@ def test_after():
     project.run("-p", "no:randomly").assert_outcomes(passed=2)
 
 
-def test_a_quota_is_no_part_of_a_baselines_key(project: Project) -> None:
+def test_a_quota_is_not_part_of_a_baseline_s_key(project: Project) -> None:
     write(
         project,
         """
@@ -276,7 +276,7 @@ time.sleep(600)
 """
 
 
-def test_a_stranger_that_comes_and_goes_fails_no_test(project: Project, folder: Path) -> None:
+def test_a_foreign_process_that_ends_fails_no_test(project: Project, folder: Path) -> None:
     project.write(
         foreign=FOREIGN,
         conftest="""

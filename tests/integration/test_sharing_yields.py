@@ -1,4 +1,4 @@
-"""Opportunistic tests make room for guaranteed ones in the middle, and are run again."""
+"""Opportunistic tests yield to guaranteed ones while they run, and are run again."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def once_it_has_begun():
 """
 
 
-def test_an_opportunistic_test_makes_room_and_is_run_again(project: Project, folder: Path) -> None:
-    # Each in a run of its own: two separate runs of one host.
+def test_an_opportunistic_test_yields_and_is_run_again(project: Project, folder: Path) -> None:
+    # Two separate pytest runs on one host.
     project.write(test_it=TESTS)
     first = project.start("--gpumem-share", "test_it.py::test_that_yields")
     while not (project.path / "begun").exists():
@@ -62,7 +62,7 @@ def test_an_opportunistic_test_makes_room_and_is_run_again(project: Project, fol
     assert all(stay.released <= later.granted for stay, later in pairwise(stays))
 
 
-def test_it_makes_room_again_in_the_run_that_follows(project: Project) -> None:
+def test_an_opportunistic_test_yields_in_its_second_run_too(project: Project) -> None:
     tests = TESTS.replace("first = not begun.exists()", "first = len(runs()) < 2").replace(
         "    begun.touch()", "    pathlib.Path(f'begun{len(runs())}').touch()"
     )

@@ -29,7 +29,7 @@ ATTENTION = """
 """
 
 
-def test_a_marked_test_imports_what_is_not_installed(project: Project) -> None:
+def test_a_marked_test_imports_a_library_that_is_not_installed(project: Project) -> None:
     project.write(test_attention=ATTENTION)
 
     test = project.report()["test_attention.py::test_attention"]
@@ -38,7 +38,7 @@ def test_a_marked_test_imports_what_is_not_installed(project: Project) -> None:
     assert test["measurement"]["notes"] == [SENTENCE]
 
 
-def test_stand_ins_can_be_left_out(project: Project) -> None:
+def test_stand_ins_can_be_switched_off(project: Project) -> None:
     project.write(test_attention=ATTENTION)
 
     result = project.run("--gpumem-sim-stand-ins=off")

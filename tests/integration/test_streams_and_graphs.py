@@ -1,4 +1,4 @@
-"""Simulated tests with streams and graphs: each begins as if it were the only one."""
+"""Simulated tests with streams and graphs: each starts with a clean state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BEGINS_ANEW = """
 """
 
 
-def test_what_a_test_left_of_streams_and_settings_is_gone_in_the_next(project: Project) -> None:
+def test_streams_and_settings_of_a_test_are_reset_for_the_next(project: Project) -> None:
     first = """
     @pytest.mark.filterwarnings("ignore:torch.cuda._set_allocator_settings is deprecated")
     @pytest.mark.gpumem(max="4MiB")
@@ -36,7 +36,7 @@ def test_what_a_test_left_of_streams_and_settings_is_gone_in_the_next(project: P
 
 
 @pytest.mark.parametrize("body", ["torch.empty(1 << 20, device='cuda')", "pass"])
-def test_a_capture_that_nobody_ended_fails_its_test_alone(project: Project, body: str) -> None:
+def test_a_capture_without_an_end_fails_only_its_test(project: Project, body: str) -> None:
     first = f"""
     @pytest.mark.gpumem
     def test_captures():
@@ -53,7 +53,7 @@ def test_a_capture_that_nobody_ended_fails_its_test_alone(project: Project, body
     result.stdout.fnmatch_lines(["*operation not permitted when stream is capturing*"])
 
 
-def test_what_a_module_keeps_to_the_end_of_the_process_is_silent(project: Project) -> None:
+def test_graphs_and_pools_kept_to_the_end_of_the_process_warn_nothing(project: Project) -> None:
     project.write(
         test_it="""
         KEPT = []

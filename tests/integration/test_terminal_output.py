@@ -1,6 +1,6 @@
-"""The whole terminal output of pytest in two repositories, as a person read it and found it good.
+"""The whole terminal output of pytest in two repositories, as a person has reviewed it.
 
-What it shows stands in ``terminal/``. To write that anew after a change, and then read it:
+The expected output is in ``terminal/``. To write it again after a change, and review it:
 
     GPUMEM_WRITE_TERMINAL=1 python -m pytest tests/integration/test_terminal_output.py
 """
@@ -54,7 +54,7 @@ TELLS_AGAIN = """
     def pytest_sessionfinish():
         KEPT.write_bytes(pickle.dumps(reports))
 """
-"""A conftest for the second width: what the tests of the first run reported is told again."""
+"""A conftest for the second width, which replays the reports of the first run."""
 
 
 def test_a_repository_of_40_tests(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def run(
 
 
 def check(name: str, result: pytest.RunResult) -> None:
-    """Compare what a run wrote with what is shown under ``name``, or show it from now on."""
+    """Compare a run's output with the expected file ``name``, or write that file."""
     text = "\n".join(shown(result.outlines)) + "\n"
     path = SHOWN / f"{name}.txt"
     if os.environ.get(WRITE):
@@ -104,7 +104,7 @@ def check(name: str, result: pytest.RunResult) -> None:
 
 
 def shown(lines: list[str]) -> Iterator[str]:
-    """Yield ``lines`` without what differs by machine and release."""
+    """Yield ``lines`` with placeholders for parts that differ by machine and release."""
     for line in lines:
         if re.match(r"platform |rootdir: |configfile: |testpaths: |plugins: |cachedir: ", line):
             continue

@@ -44,7 +44,7 @@ def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_simulated_device_is_its_own_twin(evidence: Path) -> None:
+def test_a_simulated_device_differs_in_nothing_from_its_simulation(evidence: Path) -> None:
     data = load(evidence)
 
     assert set(data["scenarios"]) == set(SOME)
@@ -53,11 +53,11 @@ def test_a_simulated_device_is_its_own_twin(evidence: Path) -> None:
     assert data["environment"]["machine"]["name"] == "H200"
     linear = data["scenarios"]["products/linear bfloat16"]
     assert linear["real"]["statistics"] == linear["simulated"]["statistics"]
-    # The weight, 512 x 384 in two bytes, and all else on top.
+    # The weight, 512 x 384 in two bytes, and everything else besides.
     assert linear["real"]["statistics"]["peak_allocated"] > 2 * 512 * 384
 
 
-def test_evidence_says_nothing_of_the_machine_but_its_gpu(evidence: Path) -> None:
+def test_evidence_describes_only_the_gpu_of_the_machine(evidence: Path) -> None:
     environment = load(evidence)["environment"]
 
     assert set(environment) == {"machine", "torch", "cuda", "cudnn", "driver", "transformers"}
@@ -66,10 +66,10 @@ def test_evidence_says_nothing_of_the_machine_but_its_gpu(evidence: Path) -> Non
     )
 
 
-def test_it_goes_on_where_it_stopped(evidence: Path, tmp_path: Path) -> None:
+def test_a_twin_run_resumes_from_its_evidence(evidence: Path, tmp_path: Path) -> None:
     data = load(evidence)
     changed = data["scenarios"]["products/linear bfloat16"]
-    # As if the simulation had been another one, and the real device's peak, too.
+    # As if an older simulation had been compared, and the real peak had been twice as high.
     changed["simulation"] = "before"
     changed["real"]["statistics"]["peak_allocated"] *= 2
     other = tmp_path / "other.json"
@@ -87,7 +87,7 @@ def test_it_goes_on_where_it_stopped(evidence: Path, tmp_path: Path) -> None:
     assert kept["events_exact"]
 
 
-def test_what_another_library_did_is_not_mixed_in(evidence: Path, tmp_path: Path) -> None:
+def test_evidence_of_another_cuda_version_is_replaced(evidence: Path, tmp_path: Path) -> None:
     data = load(evidence)
     data["environment"]["cuda"] = "11.0"
     other = tmp_path / "other.json"
@@ -99,13 +99,13 @@ def test_what_another_library_did_is_not_mixed_in(evidence: Path, tmp_path: Path
     assert set(load(other)["scenarios"]) == {"products/dot"}
 
 
-def test_every_family_is_listed() -> None:
+def test_the_option_list_names_every_family() -> None:
     listed = {line.partition("/")[0] for line in twin("--list").stdout.splitlines()}
 
     assert {"products", "attention", "recurrent", "optimizers", "vision", "allocator"} <= listed
 
 
-def test_without_a_gpu_one_sentence_says_so() -> None:
+def test_a_twin_run_without_a_gpu_ends_with_one_sentence() -> None:
     ran = twin()
 
     assert ran.returncode == 1

@@ -1,4 +1,4 @@
-"""What a simulated device cannot run is skipped with a sentence, never passed nor expected."""
+"""A test that a simulated device cannot run is skipped with a sentence, never passed or xfailed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TESTS = """
 """
 
 
-def test_tests_that_need_values_are_skipped_with_the_line(project: Project) -> None:
+def test_a_test_that_needs_values_is_skipped_with_the_source_line(project: Project) -> None:
     project.write(test_values=TESTS)
 
     result = project.run("-rs", NEVER)
@@ -66,7 +66,7 @@ def test_tests_that_need_values_are_skipped_with_the_line(project: Project) -> N
     )
 
 
-def test_the_report_has_no_numbers_of_them(project: Project) -> None:
+def test_the_report_has_no_numbers_of_skipped_tests(project: Project) -> None:
     project.write(test_values=TESTS)
 
     assert list(project.report(NEVER)) == ["test_values.py::test_runs"]
@@ -97,7 +97,7 @@ THREADS = """
 """
 
 
-def test_a_thread_that_nobody_joins_is_noticed(project: Project) -> None:
+def test_a_need_for_values_in_an_unjoined_thread_skips_the_test(project: Project) -> None:
     project.write(test_threads=THREADS)
 
     result = project.run("-rs", NEVER)
@@ -108,7 +108,7 @@ def test_a_thread_that_nobody_joins_is_noticed(project: Project) -> None:
     )
 
 
-def test_a_thread_that_nobody_joins_gets_real_values(project: Project) -> None:
+def test_a_need_for_values_in_an_unjoined_thread_gets_a_second_run(project: Project) -> None:
     project.write(test_threads=THREADS)
 
     notes = project.report()["test_threads.py::test_thread"]["measurement"]["notes"]

@@ -12,7 +12,7 @@ needs_setters = pytest.mark.skipif(
 )
 
 
-def test_a_config_that_a_body_or_fixture_sets_holds_for_that_test_alone(project: Project) -> None:
+def test_a_workspace_config_of_a_body_or_fixture_ends_with_the_test(project: Project) -> None:
     project.write(
         test_a="""
         def product():
@@ -47,7 +47,7 @@ def test_a_config_that_a_body_or_fixture_sets_holds_for_that_test_alone(project:
 
 
 @needs_setters
-def test_a_size_that_a_shared_fixture_sets_holds_for_every_test_with_it(project: Project) -> None:
+def test_a_workspace_size_of_a_shared_fixture_holds_for_its_tests(project: Project) -> None:
     project.write(
         test_a="""
         @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Two repositories as people have them, of 40 and of 300 tests, for what a run of them looks like.
+"""Two typical repositories, of 40 and of 300 tests, for the terminal output of a run.
 
 Their numbers are those of any release: no library's workspace is among them. With ``REGRESSION``
 set, one line of ``net.py`` keeps more than it did.
@@ -132,11 +132,11 @@ LARGE = {
         assert torch.ones(n).sum() == n
     """,
 }
-"""Of its 300 tests 76 are those of ``net.py``."""
+"""A project of 300 tests, of which 76 use ``net.py``."""
 
 
 def write(project: Project, files: dict[str, str]) -> None:
-    """Write one of the repositories, its tests in a folder of their own."""
+    """Write one of the repositories, its tests in a folder ``tests``."""
     project.write_ini("gpumem_device = sim:T4\npythonpath = .\ntestpaths = tests")
     for name, source in files.items():
         project.write_in("tests" if name.startswith("test_") else ".", name, source)

@@ -1,4 +1,4 @@
-"""Forward, backward and step are found without being named."""
+"""Forward, backward and step become phases without being named."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def net() -> nn.Module:
 
 
 @pytest.mark.parametrize("observed", [False, True])
-def test_a_profiler_with_stacks_sees_the_modules(tracker: PhaseTracker, observed: bool) -> None:
+def test_a_profiler_with_stacks_records_the_modules(tracker: PhaseTracker, observed: bool) -> None:
     observer = MemoryObserver(RecordedHistory()) if observed else None
     with AutomaticPhases(tracker, observer).watching():
         called = torch.nn.Module.__call__.__code__
@@ -117,7 +117,7 @@ def test_a_closure_has_phases_of_its_own(tracker: PhaseTracker, by_name: bool) -
 
 
 @pytest.mark.usefixtures("watching")
-def test_a_closure_is_no_part_of_its_step(
+def test_a_closure_is_not_part_of_its_step(
     tracker: PhaseTracker, statistics: FakeStatistics
 ) -> None:
     class Optimizer(torch.optim.SGD):
@@ -186,7 +186,7 @@ def test_a_step_inside_backward_belongs_to_backward(tracker: PhaseTracker) -> No
 
 
 @pytest.mark.usefixtures("watching")
-def test_an_explicit_phase_of_the_same_name_absorbs(tracker: PhaseTracker) -> None:
+def test_an_explicit_phase_absorbs_automatic_ones_of_its_name(tracker: PhaseTracker) -> None:
     model = net()
     with tracker.window("forward"):
         model(torch.ones(1, 2))
@@ -196,7 +196,7 @@ def test_an_explicit_phase_of_the_same_name_absorbs(tracker: PhaseTracker) -> No
 
 
 @pytest.mark.usefixtures("watching")
-def test_another_explicit_phase_is_the_parent(tracker: PhaseTracker) -> None:
+def test_an_explicit_phase_of_another_name_is_the_parent(tracker: PhaseTracker) -> None:
     with tracker.window("train"):
         net()(torch.ones(1, 2))
 
@@ -226,7 +226,7 @@ class FailsOnce(nn.Module):
 
 
 @pytest.mark.usefixtures("watching")
-def test_a_forward_that_raises_is_over(tracker: PhaseTracker) -> None:
+def test_a_forward_that_raises_ends_its_phase(tracker: PhaseTracker) -> None:
     module = FailsOnce()
     with pytest.raises(RuntimeError):
         module(torch.ones(1))
@@ -241,7 +241,7 @@ class FailingSGD(torch.optim.SGD):
 
 
 @pytest.mark.usefixtures("watching")
-def test_a_step_that_raises_is_over_when_the_next_phase_begins(tracker: PhaseTracker) -> None:
+def test_a_step_that_raises_ends_when_the_next_phase_begins(tracker: PhaseTracker) -> None:
     model = net()
     with pytest.raises(RuntimeError):
         FailingSGD(model.parameters(), lr=0.1).step()
@@ -253,14 +253,14 @@ def test_a_step_that_raises_is_over_when_the_next_phase_begins(tracker: PhaseTra
     assert entries(tracker) == {"step": 2, "forward": 1, "backward": 1}
 
 
-def test_a_step_that_raises_is_over_when_watching_ends(tracker: PhaseTracker) -> None:
+def test_a_step_that_raises_ends_when_watching_ends(tracker: PhaseTracker) -> None:
     with AutomaticPhases(tracker).watching(), pytest.raises(RuntimeError):
         FailingSGD(net().parameters(), lr=0.1).step()
 
     assert entries(tracker) == {"step": 1}
 
 
-def test_torch_is_as_it_was_afterwards(tracker: PhaseTracker) -> None:
+def test_torch_s_functions_are_restored_after_watching(tracker: PhaseTracker) -> None:
     before = nn.Module.__call__, vars(torch.autograd)["_engine_run_backward"]
     with pytest.raises(RuntimeError), AutomaticPhases(tracker).watching():
         assert nn.Module.__call__ is not before[0]
@@ -280,10 +280,10 @@ def test_a_lazy_module_is_watched_before_it_has_a_shape() -> None:
 
 
 @pytest.mark.parametrize("witnesses", [False, True])
-def test_a_module_that_is_compiled_is_one_graph_and_one_phase(
+def test_a_compiled_module_is_one_graph_and_one_phase(
     tracker: PhaseTracker, witnesses: bool
 ) -> None:
-    """What stands around ``Module.__call__`` would become part of the graph, or break it."""
+    """A wrapper around ``Module.__call__`` would become part of the graph, or break it."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What torch takes while it compiles is in no peak."""
+"""Memory that torch takes and frees while it compiles is in no peak."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tracker(statistics: FakeStatistics) -> Iterator[PhaseTracker]:
 
 
 def compiler(act: Callable[[], object]) -> Callable[..., Any]:
-    """A backend that does something while it compiles."""
+    """Return a backend that calls ``act`` while it compiles."""
 
     def backend(graph: Any, inputs: Any) -> Any:
         act()
@@ -53,7 +53,7 @@ def compiler(act: Callable[[], object]) -> Callable[..., Any]:
     return backend
 
 
-def test_what_is_given_back_is_not_in_the_peaks(
+def test_memory_freed_by_the_end_of_compiling_is_in_no_peak(
     tracker: PhaseTracker, statistics: FakeStatistics
 ) -> None:
     run: Any = torch.compile(torch.sin, backend=compiler(lambda: statistics.use(5000)))
@@ -67,7 +67,7 @@ def test_what_is_given_back_is_not_in_the_peaks(
     assert tracker.compiled == {0: 5000}
 
 
-def test_what_is_kept_is_there_afterwards(
+def test_memory_kept_by_compiling_counts_afterwards(
     tracker: PhaseTracker, statistics: FakeStatistics
 ) -> None:
     run: Any = torch.compile(torch.sin, backend=compiler(lambda: statistics.allocate(700)))
@@ -77,7 +77,7 @@ def test_what_is_kept_is_there_afterwards(
     assert tracker.compiled == {0: 0}
 
 
-def test_a_reset_of_dynamo_does_not_end_it(
+def test_a_reset_of_dynamo_does_not_end_the_watch(
     tracker: PhaseTracker, statistics: FakeStatistics
 ) -> None:
     torch._dynamo.reset()
@@ -110,11 +110,11 @@ IMPORTED_INSIDE = """
 """
 
 
-def test_it_is_heard_of_whoever_imports_dynamo() -> None:
+def test_an_import_of_dynamo_is_noticed_from_any_importer() -> None:
     subprocess.run([sys.executable, "-c", dedent(IMPORTED_INSIDE)], check=True)
 
 
-def test_kernels_that_are_measured_when_they_are_launched_belong_to_it(
+def test_autotuning_of_inductor_s_kernels_counts_as_compiling(
     statistics: FakeStatistics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -134,7 +134,7 @@ def test_kernels_that_are_measured_when_they_are_launched_belong_to_it(
 @pytest.mark.skipif(
     find_spec("triton") is not None, reason="Triton's native code cannot be imported twice"
 )
-def test_kernels_that_triton_tunes_belong_to_it_whoever_imports_triton(
+def test_autotuning_of_triton_counts_as_compiling_for_any_importer(
     statistics: FakeStatistics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     package = tmp_path / "triton" / "runtime"
@@ -162,10 +162,10 @@ def test_kernels_that_triton_tunes_belong_to_it_whoever_imports_triton(
         assert type(tuner)._bench is of_device, "the device's stays for the tests that follow"
     assert tracker.records(0, Bytes())["call"].peak_allocated == 10
     for name in ("triton", "triton.runtime", "triton.runtime.autotuner"):
-        del sys.modules[name]  # not by monkeypatch, which would bring it back
+        del sys.modules[name]  # not by monkeypatch, which would restore it
 
 
-def test_torch_compiles_in_the_context_that_is_given(statistics: FakeStatistics) -> None:
+def test_torch_compiles_in_the_given_context(statistics: FakeStatistics) -> None:
     entered: list[str] = []
 
     @contextmanager
@@ -183,10 +183,10 @@ def test_torch_compiles_in_the_context_that_is_given(statistics: FakeStatistics)
     assert entered == ["begins", "compiles", "ends"]
 
 
-def test_what_compilers_leave_behind_keeps_no_variable_of_the_test(
+def test_frames_that_compilers_leave_keep_no_variable_of_the_test(
     statistics: FakeStatistics,
 ) -> None:
-    """As an exception of Inductor's pattern matcher does, which is part of a cycle."""
+    """A cycle keeps the frame, as for an exception of Inductor's pattern matcher."""
 
     def fail() -> None:
         try:
@@ -211,7 +211,7 @@ def test_what_compilers_leave_behind_keeps_no_variable_of_the_test(
     torch._dynamo.reset()
 
 
-def test_it_is_said_how_much_it_was() -> None:
+def test_a_note_tells_the_memory_of_compiling() -> None:
     assert compiled_beside(0) == ()
     (note,) = compiled_beside(256 * 1024 * 1024)
     assert note == (

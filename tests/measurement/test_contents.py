@@ -14,7 +14,7 @@ TENSOR = torch.zeros(1)
 
 
 class LoadsWhenAsked(OrderedDict[str, Any]):
-    """A mapping as transformers' ``CONFIG_MAPPING``, whose values are imported when asked for."""
+    """A mapping like transformers' ``CONFIG_MAPPING``, which imports its values on access."""
 
     def values(self) -> Any:
         raise AssertionError("the values were asked for")
@@ -23,7 +23,7 @@ class LoadsWhenAsked(OrderedDict[str, Any]):
 
 
 class StandsFor:
-    """A proxy of an object that is not there yet, as Django's ``SimpleLazyObject``."""
+    """A proxy of an object that does not exist yet, like Django's ``SimpleLazyObject``."""
 
     @property  # type: ignore[misc]  # proxies compute it
     def __class__(self) -> Any:
@@ -34,19 +34,19 @@ class StandsFor:
 
 
 class OtherLength(tuple[Any, ...]):
-    """A tuple of another length than it says."""
+    """A tuple whose ``len()`` is not its length."""
 
     def __len__(self) -> int:
         raise AssertionError("the length was asked for")
 
 
-def test_a_mapping_that_loads_its_values_is_not_asked_for_them() -> None:
+def test_values_of_a_lazy_mapping_are_not_read() -> None:
     mapping = LoadsWhenAsked()
     dict.__setitem__(mapping, "first", TENSOR)
     assert items_of(mapping) == [("first", TENSOR)]
 
 
-def test_a_proxy_is_not_asked_for_the_class_of_its_object() -> None:
+def test_a_proxy_s_class_is_read_without_its_object() -> None:
     proxy = StandsFor()
     assert not is_a(proxy, torch.Tensor, dict)
     assert items_of(proxy) == []
@@ -67,7 +67,7 @@ FILLED: list[Any] = [
 
 
 @pytest.mark.parametrize("container", FILLED, ids=lambda container: type(container).__name__)
-def test_containers_have_their_items(container: Any) -> None:
+def test_items_of_containers_are_read(container: Any) -> None:
     assert items_of(container) == [(0, TENSOR)]
     assert list(tensors_in([container], 2)) == [TENSOR]
     assert list(tensors_in([container], 1)) == []

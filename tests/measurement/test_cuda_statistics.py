@@ -1,4 +1,4 @@
-"""torch.cuda's statistics through the meter's eyes and through the body's, on a simulated T4."""
+"""torch.cuda's statistics as the meter and as the body read them, on a simulated T4."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKSPACE = 8_519_680
 
 @pytest.fixture
 def statistics(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStatistics]:
-    # The release that is simulated keeps workspaces, whatever the installed one does.
+    # The simulated release keeps workspaces, whatever the installed release does.
     monkeypatch.setattr(
         "pytest_gpumem.measurement.statistics._has_workspace_per_operation", lambda: False
     )
@@ -32,7 +32,7 @@ def empty(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-def test_a_harvest_reads_and_begins_new_peaks(statistics: CudaStatistics) -> None:
+def test_a_harvest_reads_and_resets_the_peaks(statistics: CudaStatistics) -> None:
     kept = empty(1024)
     empty(4096)
 
@@ -44,7 +44,7 @@ def test_a_harvest_reads_and_begins_new_peaks(statistics: CudaStatistics) -> Non
     assert statistics.read_and_reset_peaks()[0].peak.allocated == kept.nbytes
 
 
-def test_every_harvest_is_told_to_all_listeners(statistics: CudaStatistics) -> None:
+def test_every_harvest_is_passed_to_all_listeners(statistics: CudaStatistics) -> None:
     heard: list[int] = []
     statistics.listeners.append(lambda readings: heard.append(readings[0].peak.allocated))
 
@@ -66,7 +66,7 @@ def test_the_body_does_not_see_harvests(statistics: CudaStatistics) -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == 2
 
 
-def test_the_body_s_own_reset_is_the_body_s(statistics: CudaStatistics) -> None:
+def test_a_reset_by_the_body_affects_the_body_s_peaks(statistics: CudaStatistics) -> None:
     empty(4096)
     statistics.read_and_reset_peaks()
     torch.cuda.reset_peak_memory_stats()
@@ -77,7 +77,7 @@ def test_the_body_s_own_reset_is_the_body_s(statistics: CudaStatistics) -> None:
     assert torch.cuda.max_memory_allocated() == 512
 
 
-def test_torch_accelerator_s_entry_points_are_screened_too(
+def test_the_body_does_not_see_harvests_by_torch_accelerator_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with simulate("T4"):
@@ -100,7 +100,7 @@ def test_torch_accelerator_s_entry_points_are_screened_too(
     assert heard == [4096, 512]
 
 
-def test_forgotten_peaks_are_forgotten_for_the_body_too(statistics: CudaStatistics) -> None:
+def test_peaks_that_are_forgotten_are_reset_for_the_body_too(statistics: CudaStatistics) -> None:
     empty(4096)
     statistics.read_and_reset_peaks()
     statistics.forget_peaks()
@@ -117,7 +117,7 @@ def test_blocks_are_listed_with_address_and_rounded_size(statistics: CudaStatist
     }
 
 
-def test_a_block_that_only_a_stream_still_works_on_is_nobody_s(statistics: CudaStatistics) -> None:
+def test_a_block_that_only_a_stream_uses_is_not_live(statistics: CudaStatistics) -> None:
     kept, dropped = empty(500), empty(2000)
     dropped.record_stream(torch.cuda.Stream())
     del dropped
@@ -127,7 +127,7 @@ def test_a_block_that_only_a_stream_still_works_on_is_nobody_s(statistics: CudaS
     assert [block.address for block in statistics.live_blocks()] == [kept.data_ptr()]
 
 
-def test_cleared_workspaces_are_told_by_their_blocks(statistics: CudaStatistics) -> None:
+def test_cleared_workspaces_are_recognised_by_their_blocks(statistics: CudaStatistics) -> None:
     kept = empty(512)
     torch.empty(8, 8, device="cuda") @ torch.empty(8, 8, device="cuda")
 
@@ -137,7 +137,7 @@ def test_cleared_workspaces_are_told_by_their_blocks(statistics: CudaStatistics)
     assert [block.address for block in left] == [kept.data_ptr()]
 
 
-def test_garbage_that_is_due_is_no_workspace(
+def test_garbage_collected_while_clearing_is_no_workspace(
     statistics: CudaStatistics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make_many_objects() -> list[list[None]]:
@@ -173,7 +173,7 @@ def test_the_cache_is_emptied(statistics: CudaStatistics) -> None:
     assert statistics.read_and_reset_peaks()[0].held.reserved == 0
 
 
-def test_what_was_replaced_is_back_afterwards() -> None:
+def test_replaced_functions_are_restored() -> None:
     with simulate("T4"):
         before = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
         with CudaStatistics().own_peaks_shown():
@@ -181,7 +181,7 @@ def test_what_was_replaced_is_back_afterwards() -> None:
         assert (torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats) == before
 
 
-def test_before_cuda_is_initialised_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_are_empty_before_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulate("T4"):
         statistics = CudaStatistics()
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

@@ -1,4 +1,4 @@
-"""What a device is: on machines as NVML plays them, and in containers by their variables."""
+"""The mode of a device, on machines of the fake NVML and by a container's variables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def of(machine: str) -> NvmlReading:
         ("wsl", "", ()),
     ],
 )
-def test_what_real_machines_are(machine: str, partition: str, words: tuple[str, ...]) -> None:
+def test_partitions_of_real_machines(machine: str, partition: str, words: tuple[str, ...]) -> None:
     mode = of(machine).mode
     assert (mode.partition, mode.words) == (partition, words)
 
@@ -57,7 +57,7 @@ def test_what_real_machines_are(machine: str, partition: str, words: tuple[str, 
         ("wsl", "does not say how much"),
     ],
 )
-def test_where_a_process_finds_itself(machine: str, why: str | None) -> None:
+def test_the_memory_of_the_own_process_or_why_it_is_unknown(machine: str, why: str | None) -> None:
     reading = of(machine)
     if why is None:
         assert (reading.process_used, reading.unattributed) == (1186 * 2**20, None)
@@ -67,7 +67,7 @@ def test_where_a_process_finds_itself(machine: str, why: str | None) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-def test_every_machine_is_read_and_says_where_it_is_from(machine: Machine) -> None:
+def test_every_machine_is_readable_and_names_its_source(machine: Machine) -> None:
     with found(machine.nvml(), machine.environ):
         assert isinstance(read_visible(), list)
     assert len(machine.source) > 5
@@ -89,7 +89,7 @@ def test_every_machine_is_read_and_says_where_it_is_from(machine: Machine) -> No
         ({"ALIYUN_COM_GPU_MEM_CONTAINER": "1", "CGPU_DISABLE": "true"}, None),
     ],
 )
-def test_what_a_container_is_left(
+def test_the_memory_limit_of_a_container(
     environ: dict[str, str], limit: tuple[str, int | None] | None
 ) -> None:
     assert container_limit(environ, 0, 16 * GIB) == limit
@@ -103,7 +103,7 @@ def test_the_smaller_of_two_limits_counts() -> None:
     assert read(FakeNvml(Gpu(hard_limit=2**64 - 1))).mode.limit is None
 
 
-def test_a_daemon_of_mps_is_known_by_its_pid(
+def test_a_daemon_of_mps_is_found_by_its_pid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_mode, "MPS_DIRECTORY", str(tmp_path))

@@ -1,4 +1,4 @@
-"""What a test does that memory depends on is noted while it runs."""
+"""Facts of a test that its memory depends on are recorded while it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def facts(project: Project, body: str) -> dict[str, Any]:
     return dict(test["measurement"]["facts"])
 
 
-def test_a_training_step(project: Project) -> None:
+def test_the_facts_of_a_training_step(project: Project) -> None:
     found = facts(
         project,
         """
@@ -78,7 +78,7 @@ for _ in range(2):
     assert found["optimizers"] == {"Odd": {"kind": "for-loop", "state": ["mean", "state"]}}
 
 
-def test_what_cannot_be_observed_is_a_note_and_no_failure(project: Project) -> None:
+def test_an_object_that_cannot_be_observed_is_a_note_and_no_failure(project: Project) -> None:
     project.write(
         test_odd="""
         class Odd(torch.nn.Linear):
@@ -115,7 +115,7 @@ net(torch.ones(3, 64, device="cuda"))
     assert found["inputs"] == [[2, 64], [3, 64]]  # torch runs what it has traced
 
 
-def test_torchscript_knows_the_functions_that_are_watched(project: Project) -> None:
+def test_torchscript_compiles_functions_that_are_watched(project: Project) -> None:
     found = facts(
         project,
         """
@@ -133,7 +133,7 @@ torch.jit.script(attend)(x)
     assert found == {"attention": {"fused": 1}}
 
 
-def test_a_jagged_input_has_no_shape_of_numbers(project: Project) -> None:
+def test_a_jagged_input_has_no_shape_in_numbers(project: Project) -> None:
     found = facts(
         project,
         """
@@ -146,7 +146,7 @@ net(torch.ones(3, 64, device="cuda"))
     assert found["inputs"] == [[3, 64]]
 
 
-def test_graphs_that_wait_and_grad_mode(project: Project) -> None:
+def test_pending_graphs_and_grad_mode_are_recorded(project: Project) -> None:
     found = facts(
         project,
         """
@@ -170,7 +170,7 @@ with torch.inference_mode():
         ("half", 63, "no fused kernel takes heads of 63, which 8 does not divide"),
     ],
 )
-def test_which_kernel_of_attention_ran_and_why(
+def test_the_kernel_of_attention_is_recorded_with_its_reason(
     project: Project, dtype: str, head: int, attention: object
 ) -> None:
     """A T4: compute capability 7.5."""
@@ -193,7 +193,7 @@ torch.nn.functional.scaled_dot_product_attention(q, q, q)
         ("KEPT.add(out)", {"holder": "KEPT", "where": "test_it", "kind": "set"}),
     ],
 )
-def test_what_a_step_leaves_and_who_holds_it(
+def test_memory_that_a_step_leaves_is_recorded_with_its_holder(
     project: Project, keep: str, holder: dict[str, str]
 ) -> None:
     """Each step keeps its output of 8 × 64 floats, 2,048 bytes, and with it its graph."""
@@ -243,8 +243,8 @@ for step in range(4):
     assert found["graph"] == graph[-1]
 
 
-def test_a_batch_is_not_left_by_an_earlier_step(project: Project) -> None:
-    """Neither the one of this step, given as it is or divided, nor the one that is loaded ahead."""
+def test_a_batch_does_not_count_as_left_by_an_earlier_step(project: Project) -> None:
+    """Neither this step's batch, whole or divided, nor a batch loaded ahead counts."""
     found = facts(
         project,
         """
@@ -258,8 +258,8 @@ for step in range(4):
     assert all(holder["batches"] for holder in found.get("carried", {}).get("holders", []))
 
 
-def test_looking_for_who_holds_memory_keeps_none_itself(project: Project) -> None:
-    """Up to Python 3.12 a frame would hold on to the values that it has shown."""
+def test_a_search_for_holders_keeps_no_memory(project: Project) -> None:
+    """Up to Python 3.12, a frame keeps the values that its ``f_locals`` has returned."""
     project.write(
         test_it="""
         import weakref

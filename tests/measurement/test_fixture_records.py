@@ -1,4 +1,4 @@
-"""What each fixture's set-up takes and holds, told apart from the fixtures it asks for."""
+"""Memory that each fixture's set-up takes and holds, apart from the fixtures that it requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def device() -> FakeStatistics:
 
 
 class Ledger(FixtureRecords):
-    """A ledger of one device whose fixtures leave nothing to tidy."""
+    """Records of one device that count their clean-ups."""
 
     def __init__(self, device: FakeStatistics) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def ledger(device: FakeStatistics) -> Ledger:
     return Ledger(device)
 
 
-def test_a_set_up_holds_what_is_left_of_it(device: FakeStatistics, ledger: Ledger) -> None:
+def test_a_fixture_holds_bytes_its_set_up_leaves(device: FakeStatistics, ledger: Ledger) -> None:
     device.allocate(5)
     with ledger.setting_up("model"):
         device.use(700)
@@ -63,7 +63,7 @@ def test_reserved_segments_are_held_too(device: FakeStatistics, ledger: Ledger) 
     assert record.peak == {0: Bytes(2 * SEGMENT + 1, 3 * SEGMENT)}
 
 
-def test_nested_set_ups_are_the_inner_fixture_s(device: FakeStatistics, ledger: Ledger) -> None:
+def test_nested_set_ups_count_for_the_inner_fixture(device: FakeStatistics, ledger: Ledger) -> None:
     with ledger.setting_up("outer"):
         device.allocate(10)
         with ledger.setting_up("inner"):
@@ -91,7 +91,7 @@ def test_set_ups_nest_to_any_depth(device: FakeStatistics, ledger: Ledger) -> No
     assert held == [1, 20, 300]
 
 
-def test_a_set_up_that_allocates_nothing_is_not_tidied(
+def test_no_clean_up_follows_a_set_up_that_allocates_nothing(
     device: FakeStatistics, ledger: Ledger
 ) -> None:
     with ledger.setting_up("server"):
@@ -113,7 +113,7 @@ def test_a_failed_set_up_leaves_nothing_open(device: FakeStatistics, ledger: Led
     assert device.listeners == []
 
 
-def test_the_set_up_phase_is_the_same_whoever_set_a_fixture_up(
+def test_the_setup_phase_is_the_same_for_a_fixture_set_up_earlier(
     device: FakeStatistics, ledger: Ledger
 ) -> None:
     for name, used, kept in (("second", 90, 7), ("first", 50, 20)):
@@ -135,7 +135,7 @@ def test_a_fixture_torn_down_is_forgotten(device: FakeStatistics, ledger: Ledger
     assert ledger.held(["model"]) == {}
 
 
-def test_memory_is_explained_by_fixtures_and_by_what_a_collection_left(
+def test_memory_is_explained_by_fixtures_and_by_uncollected_garbage(
     device: FakeStatistics, ledger: Ledger
 ) -> None:
     def allocated() -> dict[int, int]:

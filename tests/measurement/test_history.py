@@ -1,4 +1,4 @@
-"""What is recorded of stacks, by platform."""
+"""Kinds of stacks that are recorded, by platform."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pytest_gpumem.measurement.recorded import RecordedHistory
         ("Windows", "AMD64", "2.13.0", "python"),
     ],
 )
-def test_cpp_frames_are_asked_for_where_torch_finds_them(
+def test_cpp_frames_are_requested_where_torch_can_record_them(
     monkeypatch: pytest.MonkeyPatch, system: str, machine: str, version: str, stacks: str
 ) -> None:
     asked: list[object] = []

@@ -1,4 +1,4 @@
-"""What keeps a tensor: named by the expression that leads to it."""
+"""The holder of a tensor, named by the expression that leads to the tensor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("frozen")
 
 @pytest.fixture
 def places(frozen: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of the test's own: no search would find older ones."""
+    """Yield a new module; searches find no module older than the freeze."""
     module = ModuleType("places")
     exec(dedent(PLACES), module.__dict__)
     monkeypatch.setitem(sys.modules, "places", module)
@@ -51,13 +51,13 @@ def block(tensor: torch.Tensor) -> Block:
     return Block(0, tensor.data_ptr(), tensor.untyped_storage().nbytes())
 
 
-def test_a_global_container(places: ModuleType) -> None:
+def test_a_tensor_in_a_global_container_is_named(places: ModuleType) -> None:
     places.KEPT["losses"] = [None, torch.ones(128, device="cuda")]
     wanted = block(places.KEPT["losses"][1])
     assert holder_names(frozenset({wanted})) == {wanted.address: "places.KEPT['losses'][1]"}
 
 
-def test_an_attribute_of_an_object_in_a_list_of_a_class(places: ModuleType) -> None:
+def test_a_tensor_of_an_object_in_a_class_s_list_is_named(places: ModuleType) -> None:
     places.Registry.entries.append(places.Node(torch.ones(128, device="cuda")))
     wanted = block(places.Registry.entries[0].value)
     found = holder_names(frozenset({wanted}))
@@ -107,7 +107,7 @@ class Slots:
     ],
     ids=lambda keep: None,
 )
-def test_what_has_no_name_for_its_parts_is_named_as_a_whole(
+def test_an_object_without_named_parts_is_named_as_a_whole(
     places: ModuleType, keep: Callable[[object], object], path: str
 ) -> None:
     value = torch.ones(128, device="cuda")
@@ -118,7 +118,7 @@ def test_what_has_no_name_for_its_parts_is_named_as_a_whole(
     assert holder_names(frozenset({wanted})) == {wanted.address: f"places.KEPT['it']{path}"}
 
 
-def test_an_object_whose_attributes_another_search_has_read(places: ModuleType) -> None:
+def test_an_attribute_is_named_after_another_search_has_read_it(places: ModuleType) -> None:
     node = places.Node({"near": torch.ones(128, device="cuda")})
     node.far = [[torch.ones(128, device="cuda")]]
     wanted = {block(node.value["near"]), block(node.far[0][0])}
@@ -131,14 +131,14 @@ def test_an_object_whose_attributes_another_search_has_read(places: ModuleType) 
     }
 
 
-def test_a_gradient_is_its_tensors(places: ModuleType) -> None:
+def test_a_gradient_is_named_as_grad_of_its_tensor(places: ModuleType) -> None:
     places.KEPT["weight"] = torch.ones(128, device="cuda", requires_grad=True)
     (places.KEPT["weight"] * 2).sum().backward()
     wanted = block(places.KEPT["weight"].grad)
     assert holder_names(frozenset({wanted})) == {wanted.address: "places.KEPT['weight'].grad"}
 
 
-def test_what_autograd_saved_is_held_by_the_graph(places: ModuleType) -> None:
+def test_a_tensor_that_autograd_saved_is_held_by_the_graph(places: ModuleType) -> None:
     weight = torch.ones(128, device="cuda", requires_grad=True)
     saved = weight * 2
     wanted = block(saved)
@@ -148,8 +148,8 @@ def test_what_autograd_saved_is_held_by_the_graph(places: ModuleType) -> None:
     assert found == {wanted.address: "the graph of places.KEPT['loss'][0]"}
 
 
-def test_a_view_whose_graph_is_gone_is_in_nobodys_way() -> None:
-    """Its base was overwritten, so torch raises an error where it is asked for its ``grad_fn``."""
+def test_a_view_whose_graph_is_gone_does_not_disturb_a_search() -> None:
+    """Its base was overwritten, so torch raises an error when its ``grad_fn`` is read."""
     base = torch.ones(4, 4, device="cuda", requires_grad=True) * 2
     row, _, _, _ = base.unbind()
     base.mul_(3)
@@ -160,11 +160,11 @@ def test_a_view_whose_graph_is_gone_is_in_nobodys_way() -> None:
     assert holder_names(frozenset({Block(0, 12345, 512)})) == {}
 
 
-def test_what_nobody_names_is_left_out() -> None:
+def test_a_block_without_a_holder_is_left_out() -> None:
     assert holder_names(frozenset({Block(0, 12345, 512)})) == {}
 
 
-def test_an_attribute_in_a_dictionary_that_is_an_objects_own(places: ModuleType) -> None:
+def test_an_attribute_in_the_dictionary_of_an_object_is_named(places: ModuleType) -> None:
     node = places.Node(torch.ones(128, device="cuda"))
     attributes = vars(node)
     places.KEPT["nodes"] = [node]
@@ -187,7 +187,7 @@ def test_a_thousand_tensors_among_many_objects_take_little_longer_than_ten(
         found = holder_names(blocks)
         seconds.append(time.process_time() - start)
 
-    # One pass over all objects for all of them; one for each would be a hundred times as long.
+    # One pass over all objects serves all tensors; one pass each would take a hundred times longer.
     assert seconds[1] < 5 * seconds[0]
     assert found[block(places.Registry.entries[999].value).address] == (
         "places.Registry.entries[999].value"

@@ -1,4 +1,4 @@
-"""What holds memory and what leaks it; blocks are those of tensors on the CPU."""
+"""Held and leaked memory; the blocks are those of tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def holds(root: Any, tensor: torch.Tensor) -> bool:
     return blocks_reachable([root], frozenset({block, Block(0, 1, 1)})) == {block}
 
 
-def test_only_new_blocks_that_nobody_holds_leak() -> None:
+def test_only_new_blocks_without_a_holder_leak() -> None:
     old, held, lost = torch.ones(4), torch.ones(5), torch.ones(6)
     after = frozenset(map(block_of, (old, held, lost)))
 
@@ -71,7 +71,7 @@ def test_only_new_blocks_that_nobody_holds_leak() -> None:
         "view",
     ],
 )
-def test_a_tensor_is_held_by_what_leads_to_it(wrap: Any) -> None:
+def test_a_tensor_is_held_by_objects_that_lead_to_it(wrap: Any) -> None:
     tensor = torch.ones(8)
     assert holds(wrap(tensor), tensor)
 
@@ -87,7 +87,7 @@ def test_a_model_holds_its_gradients_and_an_optimizer_its_state() -> None:
     assert holds(optimizer, optimizer.state[model.weight]["exp_avg"])
 
 
-def test_a_loss_holds_what_its_graph_saved() -> None:
+def test_a_loss_holds_the_tensors_that_its_graph_saved() -> None:
     x = torch.ones(8, requires_grad=True)
     saved = x.detach() * 2
     loss = (x * saved).sum()
@@ -139,7 +139,7 @@ def test_classes_hold_models_optimizers_and_tensors_but_no_containers() -> None:
     assert {type(holder) for holder in holders} == {nn.Linear, torch.optim.SGD, torch.Tensor}
 
 
-def test_cycles_are_walked_once() -> None:
+def test_a_cycle_of_references_is_walked_once() -> None:
     cycle: list[Any] = [torch.ones(2)]
     cycle.append(cycle)
 

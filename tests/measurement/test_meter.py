@@ -1,4 +1,4 @@
-"""The meter on a device of whole numbers: charged bytes, leaks, workspaces, runs."""
+"""The meter on a fake device: charged bytes, leaks, workspaces, runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ledger() -> FixtureRecords:
 
 
 def fixture(name: str) -> Any:
-    """Return what stands for pytest's FixtureDef."""
+    """Return a stand-in for pytest's FixtureDef."""
     return SimpleNamespaceByIdentity(argname=name, cached_result=None)
 
 
@@ -62,7 +62,7 @@ def test_a_body_is_charged_for_what_it_allocates(
     )
 
 
-def test_what_is_left_over_is_leaked(device: FakeStatistics, ledger: FixtureRecords) -> None:
+def test_memory_a_body_leaves_is_leaked(device: FakeStatistics, ledger: FixtureRecords) -> None:
     meter = Meter(device, ledger)
     with meter.running([]):
         device.allocate(30)
@@ -82,7 +82,7 @@ def test_a_failed_body_is_not_said_to_leak(device: FakeStatistics, ledger: Fixtu
 
 
 class InCycle:
-    """Holds memory until garbage is collected."""
+    """An object in a reference cycle that holds memory until it is collected."""
 
     def __init__(self, device: FakeStatistics, size: int) -> None:
         self._device = device
@@ -111,7 +111,7 @@ def test_garbage_in_cycles_is_not_leaked(device: FakeStatistics, ledger: Fixture
 
 
 @pytest.mark.usefixtures("no_automatic_collection")
-def test_garbage_in_cycles_is_not_what_a_fixture_holds(
+def test_garbage_in_cycles_is_not_held_by_a_fixture(
     device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     model = fixture("model")
@@ -124,7 +124,7 @@ def test_garbage_in_cycles_is_not_what_a_fixture_holds(
 
 
 @pytest.mark.usefixtures("no_automatic_collection")
-def test_garbage_of_the_body_is_not_taken_off_a_fixture_it_asks_for(
+def test_a_body_s_garbage_is_not_subtracted_from_a_fixture_it_requests(
     device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     late = fixture("late")
@@ -137,7 +137,7 @@ def test_garbage_of_the_body_is_not_taken_off_a_fixture_it_asks_for(
     assert ledger.held([late])[0].allocated == 100
 
 
-def test_garbage_is_looked_for_only_where_memory_is_unexplained(
+def test_garbage_is_collected_only_where_memory_is_unexplained(
     device: FakeStatistics, ledger: FixtureRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collections: list[None] = []
@@ -154,14 +154,14 @@ def test_garbage_is_looked_for_only_where_memory_is_unexplained(
     run()
     assert len(collections) == 0
     run(5)
-    assert len(collections) == 1  # is it leaked?
+    assert len(collections) == 1  # to decide whether memory is leaked
     run()
-    assert len(collections) == 2  # is it still there?
+    assert len(collections) == 2  # to decide whether the memory still exists
     run()
     assert len(collections) == 2
 
 
-def test_workspaces_are_told_apart_and_are_not_leaked(
+def test_workspaces_are_recognised_and_are_not_leaked(
     device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     meter = Meter(device, ledger)
@@ -178,7 +178,7 @@ def test_workspaces_are_told_apart_and_are_not_leaked(
     assert sizes == {"setup": 0, "call": 96, "first": 64, "second": 96}
 
 
-def test_a_body_starts_without_the_workspaces_of_others(
+def test_a_body_starts_without_workspaces_of_earlier_tests(
     device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     device.allocate(64, workspace=True)
@@ -187,7 +187,7 @@ def test_a_body_starts_without_the_workspaces_of_others(
         assert device.allocated == 0
 
 
-def test_own_fixtures_are_charged_and_strangers_are_not(
+def test_fixtures_of_the_test_are_charged_and_others_are_not(
     device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     own, stranger = fixture("own"), fixture("stranger")
@@ -208,7 +208,7 @@ def test_own_fixtures_are_charged_and_strangers_are_not(
 
 
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_fixture_that_the_body_asks_for_counts_from_the_start(
+def test_a_fixture_that_the_body_requests_counts_from_the_start(
     device: FakeStatistics, ledger: FixtureRecords, earlier: bool
 ) -> None:
     late = fixture("late")
@@ -236,7 +236,7 @@ def test_a_fixture_that_the_body_asks_for_counts_from_the_start(
     assert result.stray == 0
 
 
-def test_the_last_run_counts_and_what_earlier_ones_left_is_the_test_s(
+def test_the_last_run_counts_with_memory_that_earlier_runs_left(
     device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     device.allocate(1000)
@@ -264,7 +264,7 @@ def test_phases_can_be_read_while_the_body_runs(
         assert list(meter.phases(0)) == ["work"]
 
 
-def test_a_device_that_was_not_used_has_a_measurement_of_nothing(
+def test_a_device_that_was_not_used_has_a_measurement_of_zero(
     device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     meter = Meter(device, ledger)

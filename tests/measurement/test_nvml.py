@@ -1,4 +1,4 @@
-"""NVML, played by an object that answers and refuses as the library does."""
+"""Readings of NVML, from a fake that answers and fails as the library does."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mig_gpu() -> Gpu:
     return Gpu(name="NVIDIA A100-SXM4-40GB", instances=instances)
 
 
-def test_a_device_is_read_whole() -> None:
+def test_a_reading_has_every_value_of_a_device() -> None:
     gpu = Gpu(
         compute=[process(ME, 2 * GIB), process(77, 3 * GIB)],
         samples=[
@@ -77,7 +77,7 @@ def test_a_device_is_read_whole() -> None:
     )
 
 
-def test_a_reading_is_builtin_types_on_its_way() -> None:
+def test_a_reading_is_serialised_as_builtin_types() -> None:
     data = read(FakeNvml(Gpu(compute=[process(ME, GIB), process(7, None)]))).to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["others"] == [{"pid": 7, "name": None, "used": None, "gpu_percent": None}]
@@ -85,7 +85,7 @@ def test_a_reading_is_builtin_types_on_its_way() -> None:
     assert NvmlAbsent("why").to_dict() == {"absent": "why"}
 
 
-def test_a_repeated_reading_asks_for_shares_of_time_once_in_a_sample_period(
+def test_repeated_readings_query_utilisation_once_in_a_sample_period(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def shares() -> tuple[int | None, int | None, int]:
@@ -109,14 +109,14 @@ def test_a_repeated_reading_asks_for_shares_of_time_once_in_a_sample_period(
 
 
 @pytest.mark.parametrize("fails", ["nothing", "memory", "device", "all answers"])
-def test_the_library_is_shut_down_whatever_happens(fails: str) -> None:
+def test_the_library_is_shut_down_after_success_and_failure(fails: str) -> None:
     nvml = FakeNvml(Gpu(errors={"memory": 4} if fails == "memory" else {}))
     with found(nvml, pid=ME):
         read_device(9 if fails == "device" else 0)
     assert nvml.open == 0
 
 
-def test_a_shutdown_that_fails_does_not_lose_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reading_survives_a_shutdown_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: FakeNvml) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
 
@@ -134,7 +134,7 @@ def test_a_shutdown_that_fails_does_not_lose_the_reading(monkeypatch: pytest.Mon
         (pynvml.NVML_ERROR_TIMEOUT, "NVML says: Timeout"),
     ],
 )
-def test_no_driver_no_library_and_no_permission_are_reasons(code: int, reason: str) -> None:
+def test_a_missing_driver_library_or_permission_is_a_reason(code: int, reason: str) -> None:
     nvml = FakeNvml(init_error=code)
     assert reason in absent(nvml)
     assert nvml.open == 0
@@ -145,7 +145,7 @@ def test_a_device_that_may_not_be_read_or_is_lost_is_a_reason() -> None:
     assert "fallen off the bus" in absent(FakeNvml(Gpu(errors={"memory": 15})))
 
 
-def test_without_the_package_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert read_device() == NvmlAbsent("the package nvidia-ml-py is not installed")
 
@@ -159,14 +159,14 @@ def test_pynvml_itself_is_the_library_by_default(monkeypatch: pytest.MonkeyPatch
     assert reading.process_used is None, "this test's own PID is not on the fake"
 
 
-def test_an_old_driver_only_knows_used_with_its_own_reserve() -> None:
+def test_used_memory_of_an_old_driver_includes_its_reserve() -> None:
     nvml = FakeNvml()
     nvml.old_driver = True
     reading = read(nvml)
     assert (reading.used, reading.free) == (7 * GIB, 133 * GIB)
 
 
-def test_what_is_not_supported_is_none() -> None:
+def test_an_unsupported_value_is_none() -> None:
     refused = dict.fromkeys(("utilization", "virtualization", "compute_mode", "mig"), 3)
     nvml = FakeNvml(Gpu(errors=refused))
     nvml.driver_error = 3
@@ -177,7 +177,7 @@ def test_what_is_not_supported_is_none() -> None:
     assert reading.mode == NvmlMode()
 
 
-def test_no_sample_of_the_process_is_no_utilisation() -> None:
+def test_a_process_without_samples_has_no_utilisation() -> None:
     assert read(FakeNvml()).process_gpu_percent is None
     strangers = [sample(1, 1, 50)]
     assert read(FakeNvml(Gpu(samples=strangers))).process_gpu_percent is None
@@ -207,14 +207,14 @@ def test_a_container_that_shows_the_hosts_pids_is_unattributed(
     assert reading.alone is alone
 
 
-def test_processes_that_may_not_be_listed_are_unknown() -> None:
+def test_processes_are_unknown_where_listing_is_not_permitted() -> None:
     reading = read(FakeNvml(Gpu(errors={"processes": pynvml.NVML_ERROR_NO_PERMISSION})))
     assert reading.others is None
     assert reading.alone is None
     assert reading.unattributed == "NVML does not list the device's processes"
 
 
-def test_a_process_that_computes_and_draws_is_counted_once() -> None:
+def test_a_process_with_compute_and_graphics_is_counted_once() -> None:
     both = Gpu(
         compute=[process(ME, GIB), process(7, None)],
         graphics=[process(7, 5 * GIB), process(8, GIB)],
@@ -234,7 +234,7 @@ def test_a_process_that_computes_and_draws_is_counted_once() -> None:
         ("\xff", None),
     ],
 )
-def test_a_process_name_is_its_programs_or_none(name: str, shown: str | None) -> None:
+def test_a_process_name_is_that_of_its_program_or_none(name: str, shown: str | None) -> None:
     nvml = FakeNvml(Gpu(compute=[process(ME, GIB), process(7, GIB)]), names={7: name})
     assert read(nvml).others == (NvmlProcess(7, shown, GIB),)
 
@@ -256,7 +256,7 @@ def test_a_mig_instance_is_found_by_its_uuid(visible: str) -> None:
     assert reading.mode.partition == "MIG-3g.20gb"
 
 
-def test_of_a_gpu_known_by_its_own_uuid_the_visible_mig_instance_is_read() -> None:
+def test_the_uuid_of_a_divided_gpu_reads_its_visible_mig_instance() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "MIG-6"}
     whole = FakeNvml(mig_gpu())
     reading = read(whole, mig_gpu().uuid.removeprefix("GPU-"), environ)
@@ -264,7 +264,7 @@ def test_of_a_gpu_known_by_its_own_uuid_the_visible_mig_instance_is_read() -> No
     assert reading.mode.partition == "MIG-3g.20gb"
 
 
-def test_a_mig_instance_whose_name_does_not_tell_is_one_all_the_same() -> None:
+def test_a_mig_instance_with_a_plain_name_is_recognised() -> None:
     gpu = mig_gpu()
     assert gpu.instances is not None
     assert gpu.instances[1] is not None
@@ -272,7 +272,7 @@ def test_a_mig_instance_whose_name_does_not_tell_is_one_all_the_same() -> None:
     assert read(FakeNvml(gpu)).mode.partition == "MIG"
 
 
-def test_mps_vgpu_and_exclusive_mode_are_told() -> None:
+def test_mps_vgpu_and_exclusive_mode_are_read() -> None:
     mode = read(FakeNvml(Gpu(mps=[process(ME, GIB)], virtualization=2, compute_mode=3))).mode
     assert mode == NvmlMode(vgpu=True, mps=True, exclusive_process=True)
     assert mode.partition == "vGPU-MPS"
@@ -281,7 +281,7 @@ def test_mps_vgpu_and_exclusive_mode_are_told() -> None:
     assert passthrough.partition == ""
 
 
-def test_mps_is_known_by_its_server_and_its_variable() -> None:
+def test_mps_is_recognised_by_its_server_and_its_variable() -> None:
     server = Gpu(compute=[process(ME, GIB), process(9, 30)])
     assert read(FakeNvml(server, names={9: "nvidia-cuda-mps-server"})).mode.mps
     assert read(FakeNvml(), environ={"CUDA_MPS_PIPE_DIRECTORY": "/run/mps"}).mode.mps
@@ -332,7 +332,7 @@ def test_a_device_that_is_not_there_is_a_reason(
     assert reason in absent(two_gpus(), device, environ)
 
 
-def test_an_index_is_not_trusted_where_cuda_may_count_otherwise() -> None:
+def test_an_index_is_refused_where_cuda_may_order_gpus_differently() -> None:
     mixed = two_gpus("NVIDIA T400")
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in absent(mixed, 1)
     assert read(mixed, 1, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).used == 2
@@ -369,7 +369,7 @@ def test_a_percentage_above_a_hundred_is_no_sample() -> None:
 @pytest.mark.parametrize(
     ("visible", "used"), [(None, [1, 2]), ("1,0", [2, 1]), ("GPU-2", [2]), ("", []), ("0,0", [])]
 )
-def test_visible_devices_come_in_cudas_order(visible: str | None, used: list[int]) -> None:
+def test_visible_devices_are_listed_in_cuda_s_order(visible: str | None, used: list[int]) -> None:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     with found(two_gpus(), environ):
         readings = read_visible()
@@ -384,7 +384,7 @@ def test_every_instance_of_a_divided_gpu_is_visible() -> None:
     assert [one.mode.mig_profile for one in readings] == ["3g.20gb", "2g.10gb", "1g.5gb"]
 
 
-def test_memory_is_asked_for_again_without_another_start() -> None:
+def test_memory_is_read_again_without_another_initialisation() -> None:
     nvml = FakeNvml(Gpu(compute=[process(ME, GIB), process(7, None)]))
     memory = NvmlMemory(nvml.gpus[0].uuid)
     with found(nvml):

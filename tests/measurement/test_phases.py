@@ -1,4 +1,4 @@
-"""Phases and their peaks, on a device of whole numbers."""
+"""Phases and their peaks, on a fake device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def record(tracker: PhaseTracker, name: str, stray: Bytes = NO_STRAY) -> PhaseRe
     return tracker.records(0, stray)[name]
 
 
-def test_a_phase_knows_its_peak_and_what_was_there_before_and_after(
+def test_a_phase_records_its_peak_and_the_bytes_before_and_after(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     device.allocate(100)
@@ -51,7 +51,7 @@ def test_a_phase_knows_its_peak_and_what_was_there_before_and_after(
     )
 
 
-def test_stray_bytes_are_taken_off(device: FakeStatistics, tracker: PhaseTracker) -> None:
+def test_stray_bytes_are_subtracted(device: FakeStatistics, tracker: PhaseTracker) -> None:
     device.allocate(1500)
     with tracker.window("work"):
         device.use(100)
@@ -62,7 +62,7 @@ def test_stray_bytes_are_taken_off(device: FakeStatistics, tracker: PhaseTracker
     assert (charged.allocated_before, charged.allocated_after) == (100, 100)
 
 
-def test_a_parent_reaches_what_its_children_reach(
+def test_a_parent_s_peak_includes_the_peaks_of_its_children(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     with tracker.window("outer"):
@@ -85,7 +85,7 @@ def test_a_phase_under_two_parents_has_none(device: FakeStatistics, tracker: Pha
     assert record(tracker, "shared").parent is None
 
 
-def test_entered_again_the_record_spans_all_entries(
+def test_the_record_of_a_phase_spans_all_its_entries(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     for kept, used in ((1, 10), (2, 40), (3, 20)):
@@ -98,7 +98,7 @@ def test_entered_again_the_record_spans_all_entries(
     assert (work.allocated_before, work.allocated_after) == (0, 6)
 
 
-def test_inside_a_phase_of_the_same_name_nothing_begins(
+def test_a_phase_within_one_of_the_same_name_does_not_begin(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     with tracker.window("work"):
@@ -109,7 +109,7 @@ def test_inside_a_phase_of_the_same_name_nothing_begins(
     assert (record(tracker, "work").entered, record(tracker, "work").peak_allocated) == (1, 20)
 
 
-def test_leaving_a_phase_ends_what_is_still_open_inside(
+def test_leaving_a_phase_ends_phases_still_open_inside(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     with tracker.window("outer"):
@@ -123,7 +123,7 @@ def test_leaving_a_phase_ends_what_is_still_open_inside(
     assert record(tracker, "outer").peak_allocated == 10
 
 
-def test_phases_that_cross_are_refused(device: FakeStatistics, tracker: PhaseTracker) -> None:
+def test_overlapping_phases_are_refused(device: FakeStatistics, tracker: PhaseTracker) -> None:
     outer, inner = tracker.window("outer"), tracker.window("inner")
     outer.__enter__()
     inner.__enter__()
@@ -137,7 +137,7 @@ def test_phases_that_cross_are_refused(device: FakeStatistics, tracker: PhaseTra
     assert record(tracker, "inner").peak_allocated == 10
 
 
-def test_an_exception_is_not_hidden_by_what_it_leaves_open(tracker: PhaseTracker) -> None:
+def test_an_exception_is_not_hidden_by_phases_it_leaves_open(tracker: PhaseTracker) -> None:
     inner = tracker.window("inner")
 
     with pytest.raises(RuntimeError, match="the test's"), tracker.window("outer"):
@@ -145,7 +145,7 @@ def test_an_exception_is_not_hidden_by_what_it_leaves_open(tracker: PhaseTracker
         raise RuntimeError("the test's")
 
 
-def test_what_a_body_leaves_open_ends_with_it(
+def test_phases_that_a_body_leaves_open_end_with_it(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     forgotten = tracker.window("forgotten")
@@ -193,7 +193,7 @@ def test_a_phase_left_by_an_exception_ends_there(
     assert record(tracker, "work").peak_allocated == 10
 
 
-def test_workspaces_live_at_the_end_of_a_phase_are_told_by_their_blocks(
+def test_workspaces_at_the_end_of_a_phase_are_found_by_their_blocks(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     with tracker.window("before"):
@@ -208,7 +208,7 @@ def test_workspaces_live_at_the_end_of_a_phase_are_told_by_their_blocks(
     assert (records["before"].cublas_workspace, records["within"].cublas_workspace) == (0, 64)
 
 
-def test_a_phase_entered_often_is_looked_at_ever_less_often(
+def test_snapshots_of_a_phase_become_rarer_with_its_entries(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     for _ in range(100):
@@ -218,7 +218,7 @@ def test_a_phase_entered_often_is_looked_at_ever_less_often(
     assert device.snapshots == SNAPSHOTS_OF_EACH_ENTRY + len((16, 32, 64))
 
 
-def test_a_phase_is_looked_at_again_where_the_pools_of_workspaces_have_changed(
+def test_a_change_of_workspace_pools_causes_another_snapshot(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     device.counts_pools = True
@@ -237,7 +237,7 @@ def test_a_phase_is_looked_at_again_where_the_pools_of_workspaces_have_changed(
     assert records["work"].cublas_workspace == 64
 
 
-def test_restarting_keeps_what_came_before_the_first_start(
+def test_a_restart_keeps_entries_from_before_the_first_start(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     with tracker.window("load"):
@@ -252,7 +252,7 @@ def test_restarting_keeps_what_came_before_the_first_start(
     assert record(tracker, "work").peak_allocated == 30
 
 
-def test_what_is_set_up_aside_counts_as_if_it_had_always_been_there(
+def test_memory_of_an_excluded_set_up_counts_from_the_beginning(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     with tracker.window("early"):
@@ -269,7 +269,7 @@ def test_what_is_set_up_aside_counts_as_if_it_had_always_been_there(
     assert (work.allocated_before, work.peak_allocated, work.allocated_after) == (100, 120, 100)
 
 
-def test_a_device_seen_for_the_first_time_within_a_phase_was_empty_before(
+def test_a_device_first_seen_within_a_phase_was_empty_before(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
     harvest, readings = device.read_and_reset_peaks, dict(device.read_and_reset_peaks())

@@ -1,4 +1,4 @@
-"""A recorded history, read as on a real device: the simulated one stands in for it."""
+"""A recorded history, read as on a real device; a simulated device stands in for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FRAMES = [
 ]
 
 
-def test_the_innermost_frame_outside_torch_is_the_place() -> None:
+def test_the_innermost_frame_outside_torch_is_the_source_line() -> None:
     assert RecordedOrigin(FRAMES).source_line == ("/home/me/model.py", 71, "forward")
 
 
@@ -37,7 +37,7 @@ def test_without_cpp_frames_torch_s_own_python_names_the_operator() -> None:
     assert (origin.operator_name, origin.node) == ("functional.softmax", None)
 
 
-def test_a_workspace_is_the_library_s() -> None:
+def test_a_workspace_is_attributed_to_its_library() -> None:
     name = "at::cuda::allocateCUDABlasWorkspace(unsigned long)"
     frame = {"filename": "??", "line": 0, "name": name}
     assert RecordedOrigin([frame, *FRAMES]).library == "cuBLAS"
@@ -46,7 +46,7 @@ def test_a_workspace_is_the_library_s() -> None:
 @pytest.mark.parametrize(
     ("symbols", "name", "kind"),
     [
-        # As recorded on real GPUs; the block is what the first one returns.
+        # As recorded on real GPUs, innermost function first.
         ("empty_strided clone", "torch.clone", "computed"),
         ("empty_memory_format empty_like clone reshape einsum", "torch.clone", "computed"),
         ("empty_memory_format zeros slice_backward", "aten::slice_backward", "computed"),
@@ -60,7 +60,7 @@ def test_a_workspace_is_the_library_s() -> None:
         ("_softmax softmax_int", "torch.softmax", "computed"),
     ],
 )
-def test_the_operator_that_wanted_the_memory_is_named(symbols: str, name: str, kind: str) -> None:
+def test_the_operator_that_requested_memory_is_named(symbols: str, name: str, kind: str) -> None:
     frames = [
         {"filename": "??", "line": 0, "name": f"at::_ops::{symbol}::call(at::Tensor const&)"}
         for symbol in symbols.split()
@@ -84,14 +84,14 @@ def test_events_add_up_to_the_peak_that_torch_reports() -> None:
             line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
             layer(torch.ones(8, 256, device="cuda")).sum().backward()
             end = history.positions()[0]
-            told = History(held, list(history.events(0, begin)), [Span("call", 0, end - begin)])
+            trace = History(held, list(history.events(0, begin)), [Span("call", 0, end - begin)])
         peak = torch.cuda.max_memory_allocated()
-    found = compositions(told)["call"]
+    found = compositions(trace)["call"]
     assert found.total == peak
     assert f"test_recorded.py:{line}" in {site.site for site in found.sites}
 
 
-def test_what_was_reserved_is_known_after_every_allocation_and_free() -> None:
+def test_reserved_bytes_are_known_after_every_allocation_and_free() -> None:
     with simulate("T4"):
         history = RecordedHistory()
         with history.during("all"):
@@ -101,13 +101,13 @@ def test_what_was_reserved_is_known_after_every_allocation_and_free() -> None:
             del large
             torch.cuda.empty_cache()
             again = torch.empty(30 << 20, dtype=torch.uint8, device="cuda")
-            # 2 MiB for small blocks, 20 MiB for the large one, which go, and 30 MiB
+            # 2 MiB for small blocks and 20 MiB for the large one, both freed, then 30 MiB
             assert list(history.reserved(0, begin)) == [size << 20 for size in (2, 22, 22, 32)]
             assert list(history.reserved(0, history.positions()[0])) == [32 << 20]
     del small, again
 
 
-def test_what_expandable_segments_map_and_unmap_is_reserved_meanwhile() -> None:
+def test_memory_mapped_by_expandable_segments_is_reserved_until_unmapped() -> None:
     with simulate("T4", alloc_conf="expandable_segments:True"):
         history = RecordedHistory()
         with history.during("all"):
@@ -121,7 +121,7 @@ def test_what_expandable_segments_map_and_unmap_is_reserved_meanwhile() -> None:
     del first, third
 
 
-def test_the_last_failure_has_a_place() -> None:
+def test_the_last_failure_has_a_source_line() -> None:
     with simulate("T4"):
         history = RecordedHistory()
         with history.during("all"):

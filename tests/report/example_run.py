@@ -85,7 +85,7 @@ def record(
 
 
 def failing() -> TestRecord:
-    """``forward`` is 16 MiB over its baseline; the test is within its own limit."""
+    """Return a test whose ``forward`` is 16 MiB over its baseline; its own limit holds."""
     phases = (
         phase("call", 80 * MIB),
         phase("forward", 80 * MIB, "call"),

@@ -1,4 +1,4 @@
-"""Failures that share a reason stand together, the most common reason first."""
+"""Failures are grouped by their cause, the most common cause first."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def test_tests_that_grew_by_the_same_line_are_one_cause() -> None:
             grown("test_c", 64 * MIB),
         ]
     )
-    assert told(found) == [
+    assert summaries(found) == [
         (("activations", "model.py:71", "torch.softmax"), ["test_a", "test_b", "test_c"]),
         (("over a baseline",), ["tests/test_model.py::test_step"]),
     ]
     assert [cause.size for cause in found] == ["+16.0 MiB", "+16.0 MiB"]
 
 
-def told(causes: list[Cause]) -> list[tuple[tuple[str, ...], list[str]]]:
+def summaries(causes: list[Cause]) -> list[tuple[tuple[str, ...], list[str]]]:
     return [(cause.words, [record.nodeid for record in cause.records]) for cause in causes]
 
 
-def test_a_sentence_is_shared_whatever_its_sizes_are() -> None:
-    """``3.0 MiB`` and ``12.0 MiB``, a shape and a count; another place is another cause."""
+def test_sentences_that_differ_only_in_sizes_are_one_cause() -> None:
+    """``3.0 MiB`` and ``12.0 MiB``, shapes and counts may differ; another line is another cause."""
     sentences = (
         "model.py:24 (torch.clone) takes 3.0 MiB of activations more (3 × (4, 256) float32)",
         "model.py:24 (torch.clone) takes 12.0 MiB of activations more (4 × (8, 256) float32)",
@@ -79,7 +79,7 @@ def test_a_sentence_is_shared_whatever_its_sizes_are() -> None:
             for number, sentence in enumerate(sentences)
         ]
     )
-    assert told(found) == [
+    assert summaries(found) == [
         ((sentences[2],), ["test_2"]),
         (
             ("model.py:24 (torch.clone) takes … of activations more (…… float32)",),
@@ -89,7 +89,7 @@ def test_a_sentence_is_shared_whatever_its_sizes_are() -> None:
     assert [cause.size for cause in found] == ["+18.0 MiB", "+16.0 MiB to +17.0 MiB"]
 
 
-def test_what_is_over_a_limit_is_no_difference() -> None:
+def test_an_exceeded_limit_has_a_cause_without_a_difference() -> None:
     (cause,) = causes_of([grown("test_a", 32 * MIB, reference=None)])
     assert cause.size == "+16.0 MiB"
     assert cause.words[0] == "over a limit, mostly by"
@@ -103,7 +103,7 @@ def test_running_out_of_memory_is_a_cause_of_its_own() -> None:
     assert cause.size == "+2.0 MiB"
 
 
-def test_a_failure_that_is_not_of_memory_says_so() -> None:
+def test_a_failure_that_is_not_of_memory_is_named_as_such() -> None:
     (cause,) = causes_of([record("test_a", measured(MIB), outcome="failed")])
     assert cause.words == ("failed for another reason than memory",)
 
@@ -112,7 +112,7 @@ def test_an_expected_failure_is_no_cause() -> None:
     assert causes_of([replace(failing(), outcome="xfailed"), passing(), improved()]) == []
 
 
-def test_every_test_has_one_word_for_what_it_came_to() -> None:
+def test_every_test_has_one_word_for_its_outcome() -> None:
     words = {
         "failed": failing(),
         "xfail": replace(failing(), outcome="xfailed"),
@@ -123,4 +123,4 @@ def test_every_test_has_one_word_for_what_it_came_to() -> None:
         "skipped": replace(passing(), outcome="skipped", judged=False),
         "measured": replace(passing(), judged=False),
     }
-    assert {word: status_of(told) for word, told in words.items()} == {w: w for w in words}
+    assert {word: status_of(test) for word, test in words.items()} == {w: w for w in words}

@@ -1,4 +1,4 @@
-"""GitHub's annotations stand on the line that grew, where a pull request changes it."""
+"""GitHub's annotation is on the line that grew, where the pull request changes that line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def git(folder: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def pull_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A clone whose branch changes line 2 of ``src/model.py``, the base of which went on."""
+    """Create a clone whose branch changes line 2 of ``src/model.py`` and whose base went on."""
     origin, clone = tmp_path / "origin", tmp_path / "clone"
     (origin / "src").mkdir(parents=True)
     git(origin, "init", "-q", "-b", "main")
@@ -45,8 +45,8 @@ def grown(*sites: str) -> TestRecord:
         for at, site in enumerate(sites)
     ]
     over = verdict("baseline", 80 * MIB, 64 * MIB, reference=64 * MIB)
-    told = replace(over, explanation=tuple(lines), cause="model.py:2 takes 9.0 MiB more")
-    return record("test_model.py::test_x", measured(80 * MIB), told, outcome="failed")
+    explained = replace(over, explanation=tuple(lines), cause="model.py:2 takes 9.0 MiB more")
+    return record("test_model.py::test_x", measured(80 * MIB), explained, outcome="failed")
 
 
 def annotation(pull_request: Path, test: TestRecord) -> str:
@@ -55,7 +55,7 @@ def annotation(pull_request: Path, test: TestRecord) -> str:
     return command
 
 
-def test_the_lines_of_the_branch_alone(pull_request: Path) -> None:
+def test_changed_lines_are_those_of_the_branch_alone(pull_request: Path) -> None:
     assert changed_lines(pull_request / "src") == (pull_request, {"src/model.py": {2}})
 
 
@@ -71,7 +71,7 @@ def test_where_no_changed_line_grew_the_test_has_it(pull_request: Path) -> None:
 
 
 @pytest.mark.parametrize("base", ["", "gone"])
-def test_without_its_base_nothing_is_known_of_a_branch(
+def test_without_its_base_a_branch_has_no_changed_lines(
     pull_request: Path, monkeypatch: pytest.MonkeyPatch, base: str
 ) -> None:
     monkeypatch.setenv("GITHUB_BASE_REF", base)

@@ -1,4 +1,4 @@
-"""Command lines to paste: what they repeat, and that pytest finds the same rootdir by them."""
+"""Command lines to paste: they repeat options, and pytest finds the same rootdir by them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def started(pytester: pytest.Pytester, *args: str) -> Command:
     return Command.of(pytester.parseconfig(*args))
 
 
-def test_where_nothing_is_known_a_test_is_named_as_pytest_names_it() -> None:
+def test_a_test_has_its_node_id_where_the_command_line_is_unknown() -> None:
     assert PLAIN.records("a/test_b.py::test_c[x y]") == (
         'pytest --gpumem-update-baselines "a/test_b.py::test_c[x y]"'
     )
@@ -69,10 +69,10 @@ def test_a_test_is_named_from_where_pytest_was_started(tmp_path: Path) -> None:
 
 
 def test_the_rootdir_is_given_where_pytest_would_find_another(tmp_path: Path) -> None:
-    # Without a configuration it is what the folder and the test have in common.
+    # Without a configuration, the rootdir is the common ancestor of the folder and the test.
     assert "--rootdir" not in at(tmp_path, ".").records("tests/test_a.py::test_b")
     assert "--rootdir=.. " in at(tmp_path, "tests").records("tests/test_a.py::test_b")
-    # With one, it is that of the nearest.
+    # With one, it is the folder of the nearest.
     nested = tmp_path / "package"
     nested.mkdir()
     (nested / "pytest.ini").touch()
@@ -92,7 +92,7 @@ def test_a_rootdir_that_was_given_is_given_once(tmp_path: Path) -> None:
     )
 
 
-def test_it_travels_to_workers_as_builtin_types() -> None:
+def test_a_command_line_is_sent_to_workers_as_builtin_types() -> None:
     command = Command(options=("-o", "a=b"), choosing=("-k", "x"), paths=("t",), cached=False)
     data = command.to_dict()
     assert {type(value) for value in data.values()} == {list, str, bool}
@@ -108,5 +108,5 @@ def test_it_travels_to_workers_as_builtin_types() -> None:
         ("wow!", "'wow!'"),
     ],
 )
-def test_a_word_for_the_shell(text: str, word: str) -> None:
+def test_a_word_is_quoted_for_the_shell(text: str, word: str) -> None:
     assert quoted_for_shell(text) == word

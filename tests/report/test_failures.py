@@ -1,4 +1,4 @@
-"""What failures of one cause have in common."""
+"""The key that failures of one cause share."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def failure(*lines: dict[str, Any], **changes: Any) -> Failure:
     return Failure("t.py::test_x", (type(broken)(**fields),))
 
 
-def test_the_same_line_is_one_cause_whatever_its_size() -> None:
+def test_the_same_line_is_one_cause_for_any_size() -> None:
     assert failure(line(512)).keys == failure(line(8 * MIB)).keys
     assert failure(line(512)).keys != failure(line(512, site="net.py:9")).keys
     assert failure(line(512)).keys != failure(line(512, change="grown")).keys
 
 
-def test_what_the_allocator_rounds_beside_it_is_no_other_cause() -> None:
+def test_rounding_by_the_allocator_is_no_other_cause() -> None:
     rounded = failure(line(900), line(100, site="net.py:9"))
     assert rounded.keys == failure(line(900)).keys
     half = failure(line(500), line(500, site="net.py:9"))

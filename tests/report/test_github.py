@@ -48,13 +48,13 @@ def _read(text: str, characters: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     "text", ["plain", "a::b", "50%, %0A as written, %25", "one\ntwo\r\nthree", "f(x=1,y=2): z"]
 )
-def test_the_runner_reads_what_was_said(text: str) -> None:
+def test_the_runner_reads_the_original_text(text: str) -> None:
     line = workflow_command("error", text, file="a,b:c%.py", line=3, title=text)
     assert "\n" not in line
     assert parsed(line) == ("error", {"file": "a,b:c%.py", "line": "3", "title": text}, text)
 
 
-def test_a_long_name_leaves_the_message_within_what_the_runner_keeps() -> None:
+def test_a_message_with_a_long_name_is_within_the_runner_s_limit() -> None:
     """``_maxIssueMessageLength`` in src/Runner.Worker/ExecutionContext.cs of actions/runner."""
     (line,) = workflow_commands(run(replace(failing(), nodeid=f"t.py::test_x[{'long ' * 2000}]")))
     _, _, message = parsed(line)
@@ -78,7 +78,7 @@ def test_an_improvement_is_a_notice() -> None:
     assert line.startswith("::notice file=/repo/package/tests/test_model.py,line=12,title=less ")
 
 
-def test_beyond_what_github_shows_the_rest_is_counted() -> None:
+def test_annotations_beyond_github_s_limit_are_counted() -> None:
     lines = workflow_commands(
         run(*[replace(failing(), nodeid=f"t.py::test_{n}") for n in range(14)])
     )
@@ -86,7 +86,7 @@ def test_beyond_what_github_shows_the_rest_is_counted() -> None:
     assert lines[-1] == "::error title=GPU memory::5 tests more: see the summary of this step"
 
 
-def test_a_hostile_name_begins_no_command() -> None:
+def test_a_hostile_name_starts_no_workflow_command() -> None:
     (line,) = workflow_commands(run(replace(failing(), nodeid=HOSTILE)))
     assert line.isprintable()
     properties = line.removeprefix("::error ").partition("::")[0]
@@ -102,7 +102,7 @@ def test_the_summary_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert summary.read_text().startswith("of another step\n<!-- pytest-gpumem -->\n### GPU memory")
 
 
-def test_a_summary_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_summary_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
     with pytest.raises(ReportError, match=r"cannot be written: Is a directory; give"):
         write_summary(run(failing()))

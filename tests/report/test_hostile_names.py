@@ -1,4 +1,4 @@
-"""Test ids that try to be more than text, in Markdown and in GitHub's annotations."""
+"""Test ids with markup and commands, in Markdown and in GitHub's annotations."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ HOSTILE = {
 }
 
 TAGS = {"p", "h3", "strong", "table", "thead", "tbody", "tr", "th", "td", "code", "pre"}
-"""What the comments are made of."""
+"""The tags that comments contain."""
 
 
 class Page(HTMLParser):
-    """What a reader of rendered Markdown has before them."""
+    """The visible text and the tags of rendered Markdown."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def _without_text_of(nodeid: str, page: Page) -> None:
     assert outside.replace("\n", "").isprintable()
 
 
-def test_a_comment_shows_them_as_they_are(nodeid: str) -> None:
+def test_a_comment_shows_a_hostile_name_as_text(nodeid: str) -> None:
     page = Page(document([_failing(nodeid)]))
     _without_text_of(nodeid, page)
     shown = printable(nodeid)
@@ -101,7 +101,7 @@ def test_a_comment_shows_them_as_they_are(nodeid: str) -> None:
     assert page.cells == [4, 4]
 
 
-def test_the_difference_shows_them_as_they_are(nodeid: str) -> None:
+def test_the_difference_shows_a_hostile_name_as_text(nodeid: str) -> None:
     before = [record(nodeid, measured(MIB)), record(f"{nodeid}gone", measured(MIB))]
     now = [record(nodeid, measured(3 * MIB)), record(f"{nodeid}new", measured(MIB))]
     text = document(now, sections=difference_section(before, now, nodeid), name=nodeid)
@@ -111,7 +111,7 @@ def test_the_difference_shows_them_as_they_are(nodeid: str) -> None:
     assert "--" not in first.removeprefix("<!-- ").removesuffix(" -->")
 
 
-def test_an_annotation_is_one_command_on_one_line(nodeid: str, tmp_path: Path) -> None:
+def test_an_annotation_with_a_hostile_name_is_one_command(nodeid: str, tmp_path: Path) -> None:
     run = ReportedRun([_failing(nodeid)], root=tmp_path, lines={nodeid: (nodeid, 7)}, skipped={})
     (command,) = workflow_commands(run)
     assert command.isprintable()
@@ -119,7 +119,7 @@ def test_an_annotation_is_one_command_on_one_line(nodeid: str, tmp_path: Path) -
     assert head == ""
     name, _, given = properties.partition(" ")
     assert name == "error"
-    # GitHub splits at commas and at the first "=", and turns the escapes back.
+    # GitHub splits at commas and at the first "=", and then undoes the escapes.
     found = dict(one.split("=", 1) for one in given.split(","))
     assert found.keys() == {"file", "line", "title"}
     assert found["line"] == "7"

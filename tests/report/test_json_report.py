@@ -35,7 +35,7 @@ def explained() -> TestRecord:
     return replace(failing(), verdicts=(limit, replace(base, explanation=(change,))))
 
 
-def test_how_tests_shared_devices_is_written_and_read(tmp_path: Path) -> None:
+def test_sharing_survives_a_round_trip_through_the_report(tmp_path: Path) -> None:
     span = {"nodeid": "test_a", "worker": "gw0", "begin": 0.0, "end": 1.5, "bytes": MIB}
     use = {"device": "cuda:0", "capacity": 16 * MIB, "spans": [span]}
     shared = write_report(tmp_path / "shared.json", [passing()], [use])
@@ -68,7 +68,7 @@ def test_the_report_has_the_documented_shape(tmp_path: Path) -> None:
     assert test["verdicts"][0]["reference"] is None
 
 
-def test_a_report_is_read_back_as_it_was(tmp_path: Path) -> None:
+def test_a_report_survives_a_round_trip(tmp_path: Path) -> None:
     records = [
         replace(explained(), nvml={"absent": "the NVIDIA driver is not loaded"}),
         replace(improved(), other_devices=(measured(MIB, device="cuda:1"),), environment=T4),
@@ -79,7 +79,7 @@ def test_a_report_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert read_report(path) == sorted(records, key=lambda record: record.nodeid)
 
 
-def test_the_environment_of_most_tests_is_the_reports() -> None:
+def test_the_report_s_environment_is_that_of_most_tests() -> None:
     elsewhere = replace(passing("test_a"), environment=T4)
     report = report_of([elsewhere, passing("test_b"), passing("test_c")])
     assert report["environment"] == SIMULATED.to_dict()
@@ -92,7 +92,7 @@ def test_a_run_without_tests_is_a_report_too(tmp_path: Path) -> None:
     assert read_report(path) == []
 
 
-def test_folders_are_made_and_an_old_report_is_replaced_whole(tmp_path: Path) -> None:
+def test_folders_are_created_and_an_old_report_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "report.json"
     write_report(path, [failing()])
     write_report(path, [passing()])
@@ -101,14 +101,14 @@ def test_folders_are_made_and_an_old_report_is_replaced_whole(tmp_path: Path) ->
     assert path.read_bytes().endswith(b"}\n")
 
 
-def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_kept_and_its_target_written(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
     written = write_report(tmp_path / "link.json", [passing()])
     assert written == tmp_path / "real.json"
     assert (tmp_path / "link.json").is_symlink()
 
 
-def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+def test_a_named_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

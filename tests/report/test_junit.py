@@ -21,7 +21,7 @@ def test_the_numbers_are_flat_properties() -> None:
     ]
 
 
-def test_a_number_that_is_not_known_is_no_property() -> None:
+def test_an_unknown_number_has_no_property() -> None:
     broken = replace(record("t.py::test_x", measured(MIB, leaked=None)), judged=False)
     names = dict(user_properties(broken))
     assert "gpumem_leaked" not in names
@@ -32,7 +32,7 @@ def test_a_number_that_is_not_known_is_no_property() -> None:
     ]
 
 
-def test_names_are_words_and_a_further_device_has_its_own() -> None:
+def test_names_are_words_and_differ_for_a_further_device() -> None:
     two = replace(
         record("t.py::test_x", measured(MIB, phase("first half", MIB))),
         other_devices=(measured(2 * MIB, device="cuda:1"),),
@@ -43,7 +43,7 @@ def test_names_are_words_and_a_further_device_has_its_own() -> None:
     assert names["gpumem_peak_allocated"] == MIB
 
 
-def test_a_rerun_replaces_its_own_properties_and_no_others() -> None:
+def test_a_rerun_replaces_only_the_properties_of_the_plugin() -> None:
     properties: list[tuple[str, object]] = [("owner", "me")]
     set_user_properties(properties, failing())
     set_user_properties(properties, passing())

@@ -37,7 +37,7 @@ def explained() -> TestRecord:
     return replace(failing(), verdicts=(base, replace(broken, explanation=(line,))))
 
 
-def test_it_says_what_grew_by_which_line_and_what_accepts_it() -> None:
+def test_a_comment_shows_growth_its_line_and_the_accepting_command() -> None:
     text = document([passing(), explained(), improved(), unknown()])
     assert text == (
         "<!-- pytest-gpumem -->\n"
@@ -89,7 +89,7 @@ def test_tests_that_fail_alike_without_a_size_are_counted() -> None:
     assert "the same cause in 1 test: `t.py::test_b`" in document(records)
 
 
-def test_a_run_in_order_is_two_lines() -> None:
+def test_a_run_without_findings_is_two_lines() -> None:
     assert document([passing()], name="gpu job").splitlines()[:2] == [
         "<!-- pytest-gpumem: gpu-job -->",
         "### GPU memory: 1 test measured, none failed by it",
@@ -97,7 +97,7 @@ def test_a_run_in_order_is_two_lines() -> None:
     assert "no test was measured" in document([])
 
 
-def test_a_test_that_ran_out_of_memory_has_failed() -> None:
+def test_a_test_that_ran_out_of_memory_counts_as_failed() -> None:
     sentence = "out of memory: 3.0 MiB asked for by model.py:3, 1.0 MiB free of 8.0 MiB"
     facts = {"requested": 3 * MIB, "free": MIB, "sentence": sentence}
     broken = replace(record("t.py::test_x", measured(MIB), outcome="failed"), out_of_memory=facts)
@@ -107,13 +107,13 @@ def test_a_test_that_ran_out_of_memory_has_failed() -> None:
     assert f"\n{sentence}\n" in text
 
 
-def test_what_was_not_checked_is_not_silent() -> None:
+def test_tests_that_were_not_checked_are_listed() -> None:
     assert "| `t.py::test_x` | `it needs values` |" in document(
         [passing()], skipped={"t.py::test_x": "it needs values"}
     )
 
 
-def test_a_hostile_name_is_text() -> None:
+def test_a_hostile_name_is_shown_as_text() -> None:
     text = document([replace(failing(), nodeid=HOSTILE), replace(unknown(), nodeid=HOSTILE)])
     outside = "".join(text.split("```")[::2])
     assert SHOWN in text
@@ -133,19 +133,19 @@ def test_a_hostile_name_is_text() -> None:
         (" ", ""),
     ],
 )
-def test_code_shows_any_text_as_it_is(text: str, shown: str) -> None:
+def test_a_code_span_shows_any_text_unchanged(text: str, shown: str) -> None:
     assert code(text) == shown
 
 
-def test_a_block_is_ended_by_nothing_in_it() -> None:
+def test_a_code_block_is_not_ended_by_its_content() -> None:
     assert code_block(["a", "````", "b"]) == "`````text\na\n````\nb\n`````"
 
 
-def test_the_marker_is_one_comment_whatever_the_name() -> None:
+def test_the_marker_is_one_html_comment_for_any_name() -> None:
     assert marker("a --> <b>\n") == "<!-- pytest-gpumem: a-b -->"
 
 
-def test_a_thousand_failures_still_fit_a_comment() -> None:
+def test_a_thousand_failures_fit_into_a_comment() -> None:
     names = [f"t.py::test_x[{'y' * 5000}-{n}]" for n in range(1000)]
     text = document([replace(explained(), nodeid=name) for name in names])
     assert len(text) <= 65_536

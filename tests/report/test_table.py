@@ -28,7 +28,7 @@ def span_of(lines: list[Line], row: str, text: str) -> TextRun:
     return next(span for span in line.spans if span.text == text)
 
 
-def test_a_run_by_module_test_and_phase() -> None:
+def test_the_table_has_rows_by_module_test_and_phase() -> None:
     new = unknown("tests/other/test_new.py::test_one")
     assert text_of(failing(), passing(), improved(), new, width=110) == [
         "                    peak    after  reserved  leaked   cuBLAS            allowed",
@@ -45,7 +45,7 @@ def test_a_run_by_module_test_and_phase() -> None:
     ]
 
 
-def test_a_narrow_terminal_gives_up_the_columns_that_say_least() -> None:
+def test_a_narrow_terminal_drops_the_least_informative_columns() -> None:
     assert text_of(failing(), improved(), width=60) == [
         "                    peak            allowed",
         "tests/test_model.py",
@@ -57,7 +57,7 @@ def test_a_narrow_terminal_gives_up_the_columns_that_say_least() -> None:
     ]
 
 
-def test_the_column_of_a_failed_number_stays_when_others_go() -> None:
+def test_the_column_of_a_failed_number_is_not_dropped() -> None:
     leak = verdict("leak", 2 * MIB, 0, metric="leaked")
     leaking = record("t.py::test_leak", measured(MIB, leaked=2 * MIB), leak, outcome="failed")
     assert text_of(leaking, width=60) == [
@@ -89,7 +89,7 @@ def test_a_long_name_is_shortened_in_the_middle_and_no_line_is_wider_than_the_te
         assert max(map(cells, text_of(long, failing(), width=width))) <= width
 
 
-def test_verbose_shows_every_column_in_exact_bytes() -> None:
+def test_a_verbose_table_has_every_column_in_exact_bytes() -> None:
     lines = text_of(failing(), verbosity=1, width=140)
     assert " ".join(lines[0].split()) == (
         "bytes peak allocated allocated after peak reserved leaked cuBLAS workspace allowed"
@@ -99,7 +99,7 @@ def test_verbose_shows_every_column_in_exact_bytes() -> None:
     )
 
 
-def test_verbose_in_a_narrow_terminal_leaves_no_number_out() -> None:
+def test_a_verbose_table_in_a_narrow_terminal_has_every_number() -> None:
     lines = text_of(failing(), verbosity=1, width=70)
     assert lines[:9] == [
         "tests/test_model.py",
@@ -114,7 +114,7 @@ def test_verbose_in_a_narrow_terminal_leaves_no_number_out() -> None:
     ]
 
 
-def test_of_many_tests_those_that_tell_something_and_the_largest_are_shown() -> None:
+def test_of_many_tests_those_with_findings_and_the_largest_are_shown() -> None:
     many = [passing(f"test_{number}", (number + 1) * MIB) for number in range(40)]
     lines = text_of(*many, failing(), width=100)
     assert len(lines) == 2 + 23 + 2 + 1
@@ -137,7 +137,7 @@ def failed(name: str, site: str, over: int = MIB) -> TestRecord:
     )
 
 
-def test_of_very_many_failures_each_cause_is_shown_and_how_many_are_not() -> None:
+def test_of_very_many_failures_some_of_each_cause_are_shown() -> None:
     one_cause = [failed(f"test_{number}", "net.py:7", number * MIB) for number in range(1, 41)]
     lines = text_of(*one_cause, failed("test_other", "net.py:9"), passing("test_passes"))
     rows = [line.split()[0] for line in lines[2:-1]]
@@ -158,7 +158,7 @@ def test_a_limit_in_powers_of_1000_is_shown_in_the_units_of_the_other_numbers() 
     ]
 
 
-def test_rows_and_order_are_asked_for() -> None:
+def test_rows_and_order_can_be_set() -> None:
     many = [passing(f"test_{number}", (number + 1) * MIB) for number in range(30)]
     names = [
         line.text.split()[0]
@@ -169,7 +169,7 @@ def test_rows_and_order_are_asked_for() -> None:
     assert len(table(many, verbosity=1, width=160, rows=2)) == 2 + 2 * 2 + 1
 
 
-def test_where_rows_are_many_only_phases_with_a_limit_or_a_failure_are_shown() -> None:
+def test_of_many_rows_only_phases_with_limit_or_failure_are_shown() -> None:
     limited = record(
         "tests/test_model.py::test_limited",
         measured(MIB, phase("call", MIB), phase("forward", MIB, "call"), phase("step", 512)),
@@ -220,9 +220,7 @@ def test_a_further_device_has_its_own_row_and_phases() -> None:
         ("error", 2 * MIB, "-"),
     ],
 )
-def test_the_last_column_says_how_the_memory_was_judged(
-    outcome: str, limit: int, expected: str
-) -> None:
+def test_the_last_column_shows_the_verdict(outcome: str, limit: int, expected: str) -> None:
     one = record("t.py::test_x", measured(MIB), verdict("limit", MIB, limit), outcome=outcome)
     assert text_of(one)[-1].split()[-1] == expected
 
@@ -233,7 +231,7 @@ def test_a_test_that_measured_nothing_has_a_row() -> None:
     assert lines[-1].split() == ["test_cpu", "FAIL"]
 
 
-def test_a_phase_that_improved_or_failed_as_expected_says_so() -> None:
+def test_a_phase_that_improved_or_xfailed_is_marked() -> None:
     better = replace(improved().improvements[0], phase="forward")
     phases = (phase("forward", MIB), phase("step", MIB))
     one = record("t.py::test_x", measured(MIB, *phases))
@@ -243,13 +241,13 @@ def test_a_phase_that_improved_or_failed_as_expected_says_so() -> None:
     assert text_of(expected)[-1].split()[-1] == "xfail"
 
 
-def test_what_failed_is_red() -> None:
+def test_failures_are_red() -> None:
     lines = table([failing()], verbosity=0, width=100)
     assert span_of(lines, "forward", "80.0 MiB").style == "red"
     assert span_of(lines, "forward", "FAIL").style == "bold red"
     assert span_of(lines, "test_step", "80.0 MiB").style == ""
 
 
-def test_a_test_within_its_limits_is_in_order_without_a_baseline() -> None:
+def test_a_test_within_its_limits_passes_without_a_baseline() -> None:
     assert status(unknown()) == "new"
     assert status(replace(unknown(), verdicts=(verdict("limit", 512, 1024),))) == "ok"

@@ -52,7 +52,7 @@ def behind_table(lines: list[str]) -> list[str]:
     return lines[lines.index("") + 1 :]
 
 
-def test_an_environment_says_whether_it_is_real() -> None:
+def test_an_environment_is_named_as_simulated_or_real() -> None:
     assert describe(SIMULATED) == "simulated A100-40GB (torch 2.13)"
     assert describe(REAL) == "NVIDIA H200 (torch 2.13, CUDA 12.8, driver 570.86.15)"
     special = replace(
@@ -89,7 +89,7 @@ def test_the_section_of_a_run_with_one_test_of_every_kind() -> None:
     ]
 
 
-def test_quiet_tells_failures_and_one_summary() -> None:
+def test_a_quiet_run_shows_failures_and_one_summary() -> None:
     assert lines_of(failing(), passing(), improved(), unknown(), verbosity=-1, width=160) == [
         "FAIL tests/test_model.py::test_step",
         "  forward peaked at 80.0 MiB (83,886,080 B), 16.0 MiB over its baseline of 64.0 MiB "
@@ -113,7 +113,7 @@ def test_no_line_but_a_command_is_wider_than_the_terminal() -> None:
             assert [line for line in wide if "pytest --gpumem-" not in line] == []
 
 
-def test_an_expected_failure_is_told_only_when_verbose_and_is_no_failure() -> None:
+def test_an_expected_failure_is_shown_only_when_verbose() -> None:
     expected = replace(failing(), outcome="xfailed")
     summary = (
         "gpumem: 1 test on simulated A100-40GB: 1 failed as expected; highest peak 80.0 MiB "
@@ -132,7 +132,7 @@ def test_each_environment_has_its_own_table() -> None:
     assert lines[-1].startswith("gpumem: 2 tests on simulated A100-40GB, T4: 2 ok")
 
 
-def test_real_and_simulated_numbers_are_told_apart_in_the_summary() -> None:
+def test_the_summary_separates_real_from_simulated_numbers() -> None:
     lines = lines_of(passing(), replace(passing(), environment=REAL), verbosity=-1, width=120)
     assert lines[-1].startswith("gpumem: 2 tests on NVIDIA H200 and simulated A100-40GB: 2 ok")
 
@@ -148,7 +148,7 @@ def test_long_lists_are_cut_unless_verbose() -> None:
     assert "  t.py::test_11" in lines_of(*many, verbosity=1, width=160)
 
 
-def test_an_update_says_what_it_wrote() -> None:
+def test_an_update_lists_its_changes() -> None:
     report = UpdateReport(
         written=(Path("baselines/a.json"),),
         added=(Change("tests/other/test_new.py::TestNew::test_one", SIMULATED, None, ENTRY),),
@@ -178,7 +178,7 @@ def test_an_update_says_what_it_wrote() -> None:
     assert lines_of(update=UpdateReport()) == ["baselines: nothing to record"]
 
 
-def test_a_baseline_that_cannot_be_written_is_told_once() -> None:
+def test_a_baseline_that_cannot_be_written_is_reported_once() -> None:
     error = "baseline b.json cannot be written: No space left on device; check b"
     assert lines_of(update=UpdateReport(errors=(error,)), notes=(error,)) == [
         "baselines: nothing recorded",
@@ -186,14 +186,14 @@ def test_a_baseline_that_cannot_be_written_is_told_once() -> None:
     ]
 
 
-def test_only_where_baselines_were_recorded_is_no_test_called_without_one() -> None:
+def test_recorded_tests_are_not_listed_as_without_a_baseline() -> None:
     pruned = UpdateReport(pruned=(Change("t.py::test_c", SIMULATED, ENTRY, None),))
-    told = "no baseline in sim-A100-40GB-torch2.13 for 1 test:"
-    assert told in lines_of(unknown(), update=pruned)
-    assert told not in lines_of(unknown(), update=UpdateReport(unchanged=1))
+    sentence = "no baseline in sim-A100-40GB-torch2.13 for 1 test:"
+    assert sentence in lines_of(unknown(), update=pruned)
+    assert sentence not in lines_of(unknown(), update=UpdateReport(unchanged=1))
 
 
-def test_notes_are_told_once_with_the_number_of_tests() -> None:
+def test_a_note_is_shown_once_with_the_number_of_tests() -> None:
     note = "torch.cuda.utilization() is 0 on a simulated device"
     noted = [
         record(f"t.py::test_{name}", measured(MIB, notes=(note,)), verdict("limit", MIB, MIB))
@@ -203,7 +203,7 @@ def test_notes_are_told_once_with_the_number_of_tests() -> None:
     assert lines[:3] == ["note: a plugin ran twice", f"note: {note} (2 tests)", ""]
 
 
-def test_the_whole_device_is_told_apart_from_the_allocators_numbers() -> None:
+def test_memory_of_the_device_is_shown_apart_from_the_allocator_s() -> None:
     real = replace(passing(), environment=REAL, nvml=READING)
     lines = behind_table(lines_of(real, width=140))
     assert lines[0] == (
@@ -223,18 +223,18 @@ def test_the_whole_device_is_told_apart_from_the_allocators_numbers() -> None:
     )
 
 
-def test_nobody_else_is_on_the_dry_device() -> None:
+def test_the_dry_device_has_no_other_processes() -> None:
     environment = Environment(False, "T4", "7.5", "2.13", dry=True)
     dry = replace(passing(), environment=environment, nvml={**READING, "others": []})
     assert not [line for line in lines_of(dry) if "NVML" in line]
     assert [line for line in lines_of(dry, verbosity=1) if "NVML" in line]
 
 
-def test_an_unread_device_is_told_when_verbose() -> None:
+def test_a_device_that_nvml_cannot_read_is_shown_when_verbose() -> None:
     absent = replace(passing(), nvml={"absent": "the NVIDIA driver is not loaded"})
-    told = "whole device: not read, because the NVIDIA driver is not loaded"
-    assert told in lines_of(absent, verbosity=1, width=160)
-    assert told not in lines_of(absent, width=160)
+    sentence = "whole device: not read, because the NVIDIA driver is not loaded"
+    assert sentence in lines_of(absent, verbosity=1, width=160)
+    assert sentence not in lines_of(absent, width=160)
 
 
 def test_a_run_without_measured_tests_writes_nothing() -> None:
@@ -269,7 +269,7 @@ def test_a_test_that_measured_nothing_is_a_failure_with_its_remedy() -> None:
     assert text.endswith("gpumem: 1 test on simulated A100-40GB: 1 failed")
 
 
-def test_notes_of_a_verdict_are_said_once() -> None:
+def test_notes_of_a_verdict_are_shown_once() -> None:
     gone = replace(
         verdict("baseline", 0, MIB, phase="backward", reference=MIB, passed=False),
         notes=("phases that ran: forward",),
@@ -282,7 +282,7 @@ HOSTILE = "test_a.py::test_[\x1b[31m\n\u202e\0]"
 SHOWN = r"test_a.py::test_[\x1b[31m\n\u202e\x00]"
 
 
-def test_control_characters_of_a_name_are_shown_and_not_obeyed() -> None:
+def test_control_characters_of_a_name_are_escaped() -> None:
     hostile = (replace(failing(), nodeid=HOSTILE), replace(passing(), nodeid=HOSTILE + "2"))
     change = Change(HOSTILE, SIMULATED, None, ENTRY)
     update = UpdateReport(added=(change,), messages=(HOSTILE,), errors=(HOSTILE,))
@@ -294,13 +294,13 @@ def test_control_characters_of_a_name_are_shown_and_not_obeyed() -> None:
         assert not set(written.getvalue()) & {"\x1b", "\u202e", "\0"}
 
 
-def test_of_very_long_settings_a_part_is_shown() -> None:
+def test_very_long_settings_are_shortened() -> None:
     special = replace(SIMULATED, alloc_conf="x" * 10**7, cublas_workspace_config=":" * 10**7)
     assert len(describe(special)) < 600
 
 
-def test_tests_whose_baselines_stand_elsewhere_are_told_whatever_limits_they_have() -> None:
-    for elsewhere, told in (
+def test_tests_with_baselines_of_other_environments_only_are_counted() -> None:
+    for elsewhere, sentence in (
         (
             {"sim-T4-torch2.6": 1},
             "1 test has a baseline in sim-T4-torch2.6 and none in this environment: it was "
@@ -314,4 +314,4 @@ def test_tests_whose_baselines_stand_elsewhere_are_told_whatever_limits_they_hav
     ):
         missing = Missing(elsewhere=elsewhere)
         lines = section([passing()], verbosity=0, width=160, missing=missing)
-        assert told in [line.text for line in lines]
+        assert sentence in [line.text for line in lines]

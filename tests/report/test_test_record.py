@@ -5,7 +5,7 @@ from pytest_gpumem.report.record import TestRecord
 from tests.report.example_run import MIB, failing, improved, measured, passing, unknown
 
 
-def test_a_record_survives_the_way_between_processes() -> None:
+def test_a_record_survives_a_round_trip_through_json() -> None:
     full = replace(
         improved(),
         other_devices=(measured(MIB, device="cuda:1"),),
@@ -18,21 +18,21 @@ def test_a_record_survives_the_way_between_processes() -> None:
         assert TestRecord.from_dict(travelled) == one
 
 
-def test_it_travels_through_xdists_own_serializer() -> None:
+def test_a_record_survives_xdist_s_serializer() -> None:
     import execnet
 
     dumped = execnet.dumps(failing().to_dict())
     assert TestRecord.from_dict(execnet.loads(dumped)) == failing()
 
 
-def test_a_test_failed_by_its_memory_only_if_it_failed_and_a_verdict_says_so() -> None:
+def test_a_memory_failure_is_a_failed_test_with_a_failed_verdict() -> None:
     assert failing().failed
     assert [one.phase for one in failing().broken] == ["forward"]
     assert not replace(failing(), outcome="xfailed").failed
     assert not replace(passing(), outcome="failed").failed
 
 
-def test_measurements_begin_with_the_judged_device() -> None:
+def test_measurements_start_with_the_judged_device() -> None:
     second = measured(MIB, device="cuda:1")
     two = replace(passing(), other_devices=(second,))
     assert [one.device for one in two.measurements] == ["cuda:0", "cuda:1"]

@@ -23,7 +23,7 @@ def test_a_long_text_loses_its_middle(text: str, width: int, expected: str) -> N
     assert cells(shorten(text, width)) <= width
 
 
-def test_a_wide_character_takes_two_columns_and_an_accent_none() -> None:
+def test_a_wide_character_has_two_columns_and_an_accent_none() -> None:
     assert cells("ab") == 2
     assert cells("測試") == 4
     assert cells("e\u0301") == 1
@@ -34,7 +34,7 @@ def test_padding_counts_columns_not_characters() -> None:
     assert pad("1 B", 5, right=True) == "  1 B"
 
 
-def test_sentences_break_between_words_and_hang() -> None:
+def test_sentences_wrap_between_words_with_a_hanging_indent() -> None:
     assert wrap("one two three four", 10, first="* ", rest="    ") == [
         "* one two",
         "    three",
@@ -43,7 +43,7 @@ def test_sentences_break_between_words_and_hang() -> None:
     assert wrap("", 10) == []
 
 
-def test_a_number_stays_with_its_unit() -> None:
+def test_a_number_is_not_separated_from_its_unit() -> None:
     assert wrap("peaked at 64.0 MiB (512 B, +5.0 %) of B cells", 14) == [
         "peaked at",
         "64.0 MiB",
@@ -80,7 +80,7 @@ def test_items_are_packed_without_being_broken() -> None:
         (True, "plain \x1b[1m\x1b[31mbad\x1b[0m\n\x1b[2mdim\x1b[0m\n"),
     ],
 )
-def test_styles_are_the_writers_and_vanish_without_colour(colour: bool, expected: str) -> None:
+def test_styles_are_those_of_the_terminal_writer(colour: bool, expected: str) -> None:
     file = io.StringIO()
     writer = TerminalWriter(file)
     writer.hasmarkup = colour

@@ -51,11 +51,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def found(folder: Path) -> dict[str, object]:
     import json
 
-    told: dict[str, object] = json.loads((folder / "found.json").read_text())
-    return told
+    report: dict[str, object] = json.loads((folder / "found.json").read_text())
+    return report
 
 
-def test_a_file(folder: Path) -> None:
+def test_a_file_runs_as_a_script(folder: Path) -> None:
     Script("package/tells.py", ("--a", "b c")).run()
 
     assert found(folder) == {
@@ -69,23 +69,23 @@ def test_a_file(folder: Path) -> None:
     }
 
 
-def test_a_module_and_a_package(folder: Path) -> None:
+def test_a_module_and_a_package_run_as_scripts(folder: Path) -> None:
     for name, file in (("package.tells", "tells.py"), ("package", "__main__.py")):
         Script(name, ("x",), is_module=True).run()
 
-        told = found(folder)
-        assert (told["name"], told["package"]) == ("__main__", "package")
-        assert told["argv"] == [str(folder / "package" / file), "x"]
-        assert told["path"] == str(folder)
-        assert told["main"]
+        report = found(folder)
+        assert (report["name"], report["package"]) == ("__main__", "package")
+        assert report["argv"] == [str(folder / "package" / file), "x"]
+        assert report["path"] == str(folder)
+        assert report["main"]
 
 
-def test_a_folder_with_a_main(folder: Path) -> None:
+def test_a_folder_with_a_main_module_runs_as_a_script(folder: Path) -> None:
     Script("package").run()
     assert found(folder)["argv"] == ["package"]
 
 
-def test_what_the_script_defines_can_be_pickled(folder: Path) -> None:
+def test_an_object_of_the_script_can_be_pickled(folder: Path) -> None:
     (folder / "made.py").write_text(
         "import pathlib, pickle\nclass Made: ...\n"
         "pathlib.Path('made.pickle').write_bytes(pickle.dumps(Made()))\n"
@@ -95,7 +95,7 @@ def test_what_the_script_defines_can_be_pickled(folder: Path) -> None:
     assert type(made) is sys.modules["__main__"].Made
 
 
-def test_the_process_is_given_back(folder: Path) -> None:
+def test_the_state_of_the_process_is_restored_after_a_script(folder: Path) -> None:
     before = sys.argv, sys.modules["__main__"], list(sys.path)
     with process_as_it_was():
         Script("tells.py").run()
@@ -112,14 +112,14 @@ def test_the_process_is_given_back(folder: Path) -> None:
         (b"\xff\xfe = 1", "'x.py'"),
     ],
 )
-def test_what_is_no_python_is_one_sentence(folder: Path, content: bytes, sentence: str) -> None:
+def test_a_file_of_no_python_is_one_sentence(folder: Path, content: bytes, sentence: str) -> None:
     (folder / "x.py").write_bytes(content)
     with pytest.raises(ScriptError, match=sentence) as refused:
         Script("x.py").check()
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_not_there_is_one_sentence(folder: Path) -> None:
+def test_an_absent_script_is_one_sentence(folder: Path) -> None:
     (folder / "empty").mkdir()
     os.mkfifo(folder / "pipe")
     for name, sentence in (
@@ -131,7 +131,7 @@ def test_what_is_not_there_is_one_sentence(folder: Path) -> None:
         with pytest.raises(ScriptError, match=sentence):
             Script(name).check()
     for name in ("absent", "package.absent", "absent.x", ".x"):
-        Script(name, is_module=True).check()  # to look for it, packages have to be imported
+        Script(name, is_module=True).check()  # finding a module imports its packages
         with pytest.raises(ScriptError, match="there is no module"):
             Script(name, is_module=True).run()
 

@@ -1,4 +1,4 @@
-"""One run of a script on a device: its phases, who holds what, and what it ended with."""
+"""One run of a script on a device: its phases, the holders of its memory, and its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def run(folder: Path) -> Running:
-    """Run a script on a simulated T4."""
+    """Return a function that runs a script on a simulated T4."""
 
     def running(text: str, *arguments: str, steps: int = 2, seconds: float = 60.0) -> ScriptRun:
         (folder / "script.py").write_text(dedent(text))
@@ -59,7 +59,7 @@ ACCUMULATES = """
 """
 
 
-def test_an_iteration_is_all_up_to_a_step_of_the_optimizer(run: Running) -> None:
+def test_an_iteration_lasts_until_a_step_of_the_optimizer(run: Running) -> None:
     ran = run(ACCUMULATES)
 
     assert isinstance(ran.error, StopError)
@@ -75,14 +75,14 @@ def test_an_iteration_is_all_up_to_a_step_of_the_optimizer(run: Running) -> None
         ("backward_2", "iteration_2", 3),
         ("step_2", "iteration_2", 1),
     ]
-    # The weight and the evaluation's input; then the gradient stays, and the momentum comes.
+    # The weight and the evaluation's input; then the gradient is kept, and momentum is added.
     assert phases["load"].peak_allocated == 2 * MIB
     assert phases["step_1"].composition["optimizer state"] == MIB
     assert phases["step_1"].composition["gradients"] == MIB
     assert phases["step_1"].composition["parameters"] == MIB
 
 
-def test_what_a_script_does_on_its_way_out_is_no_iteration(run: Running) -> None:
+def test_cleaning_up_at_the_end_of_a_script_is_no_iteration(run: Running) -> None:
     ran = run(
         """
         import torch
@@ -105,7 +105,7 @@ def test_what_a_script_does_on_its_way_out_is_no_iteration(run: Running) -> None
     assert ran.measurements[0].peak_allocated > 32 * MIB > phases["step_1"].peak_allocated
 
 
-def test_running_out_of_memory_is_told_by_whom(run: Running) -> None:
+def test_running_out_of_memory_is_recorded_with_the_holders(run: Running) -> None:
     ran = run(
         """
         import torch
@@ -125,7 +125,7 @@ def test_running_out_of_memory_is_told_by_whom(run: Running) -> None:
     ]
 
 
-def test_one_that_was_survived_is_none(run: Running) -> None:
+def test_an_out_of_memory_error_that_is_caught_is_not_recorded(run: Running) -> None:
     ran = run(
         """
         import torch
@@ -138,9 +138,7 @@ def test_one_that_was_survived_is_none(run: Running) -> None:
     assert (ran.error, ran.out_of_memory, ran.measurements[0].peak_allocated) == (None, None, MIB)
 
 
-def test_a_checkpoint_that_is_there_is_not_overwritten_by_shapes(
-    run: Running, folder: Path
-) -> None:
+def test_an_existing_checkpoint_is_not_overwritten(run: Running, folder: Path) -> None:
     torch.save({"weight": torch.ones(3)}, folder / "model.pt")
     ran = run(
         """
@@ -166,7 +164,7 @@ def test_a_checkpoint_that_is_there_is_not_overwritten_by_shapes(
     ]
 
 
-def test_neither_is_one_of_safetensors(
+def test_an_existing_checkpoint_of_safetensors_is_not_overwritten(
     run: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = folder / "site-packages" / "safetensors"
@@ -214,7 +212,7 @@ def save_file(tensor, filename):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
-def test_neither_is_a_distributed_one(run: Running, folder: Path) -> None:
+def test_an_existing_distributed_checkpoint_is_not_overwritten(run: Running, folder: Path) -> None:
     state_dict_saver.save({"weight": torch.ones(3)}, checkpoint_id=folder / "whole", no_dist=True)
     before = {path.name: path.read_bytes() for path in (folder / "whole").iterdir()}
     ran = run(
@@ -233,10 +231,10 @@ def test_neither_is_a_distributed_one(run: Running, folder: Path) -> None:
     assert note.startswith("a distributed checkpoint at script.py:6 has left whole as it was")
 
 
-def test_a_device_that_is_there_is_measured_alike(run: Running, folder: Path) -> None:
+def test_a_real_device_is_measured_in_the_same_way(run: Running, folder: Path) -> None:
     simulated = run(ACCUMULATES)
     request = Request(Script("script.py"), "T4", 2, 60.0, Path())
-    with simulate("T4"), ExitStack() as resources:  # in the place of a real one
+    with simulate("T4"), ExitStack() as resources:  # it stands in for a real one
         real = run_measured(request, CudaDevice(None), resources)
 
     one, other = simulated.measurements[0], real.measurements[0]
@@ -248,14 +246,14 @@ def test_a_device_that_is_there_is_measured_alike(run: Running, folder: Path) ->
     assert sum(other.composition.values()) == other.peak_allocated
 
 
-def test_a_script_in_a_test_is_stopped_and_leaves_no_trace(folder: Path) -> None:
+def test_a_script_in_a_test_is_stopped_and_leaves_no_state(folder: Path) -> None:
     (folder / "script.py").write_text(dedent(ACCUMULATES))
     with simulate("T4"):
         assert run_script("script.py", steps=3) == 3
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
 
 
-def test_what_a_script_in_a_test_ends_with(folder: Path) -> None:
+def test_the_end_of_a_script_in_a_test_is_returned_or_raised(folder: Path) -> None:
     (folder / "exits.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
     (folder / "raises.py").write_text("raise KeyError('x')\n")
     assert run_script("exits.py", "0") == 0
@@ -267,7 +265,7 @@ def test_what_a_script_in_a_test_ends_with(folder: Path) -> None:
         run_script("absent.py")
 
 
-def test_a_test_of_what_was_measured_leaves_room(run: Running) -> None:
+def test_a_test_written_from_a_measurement_has_a_margin(run: Running) -> None:
     simulated = run("import torch\nx = torch.empty(1 << 20, device='cuda')\n").measurements[0]
     script = Script("my-tools.train", ("--name", 'a "b"\n'), is_module=True)
     assert kept_test(script, "T4", simulated, 3).splitlines() == [

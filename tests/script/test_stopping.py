@@ -1,4 +1,4 @@
-"""When a script is stopped: after enough steps, or enough time."""
+"""A script is stopped after a number of steps or an amount of time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 class Log(list[str]):
-    """Who stepped, and where iterations ended."""
+    """A log of the optimizers that stepped and of the ends of iterations."""
 
     def over(self, more: bool) -> None:
         self.append("over" if more else "last")
@@ -47,11 +47,11 @@ def test_with_several_an_iteration_ends_with_the_last_of_them(log: Log) -> None:
             log.step("a", first)
             log.step("b", second)
             log.step("c", third)
-    # The first time, nobody knows of the others yet.
+    # In the first iteration the other optimizers are not known yet.
     assert log == ["a", "over", "b", "c", "a", "b", "c", "last"]
 
 
-def test_where_the_others_do_not_come_again_the_first_one_ends_it(log: Log) -> None:
+def test_an_iteration_ends_with_the_only_optimizer_that_steps_again(log: Log) -> None:
     first, second = optimizer(), optimizer()
     with Steps(2, log.over).counted(), pytest.raises(StopError):
         log.step("a", first)
@@ -61,14 +61,14 @@ def test_where_the_others_do_not_come_again_the_first_one_ends_it(log: Log) -> N
     assert log == ["a", "over", "b", "a", "a"]
 
 
-def test_an_optimizer_made_anew_takes_over(log: Log) -> None:
+def test_a_new_optimizer_takes_the_place_of_an_old_one(log: Log) -> None:
     with Steps(2, log.over).counted(), pytest.raises(StopError):
         while True:
             log.step("a", optimizer())
     assert log == ["a", "over", "a", "last"]
 
 
-def test_steps_that_a_scaler_skips_are_none(log: Log) -> None:
+def test_steps_that_a_scaler_skips_do_not_count(log: Log) -> None:
     steps = Steps(1, log.over)
     only = optimizer()
     only.param_groups[0]["params"][0].grad.fill_(float("inf"))
@@ -79,7 +79,7 @@ def test_steps_that_a_scaler_skips_are_none(log: Log) -> None:
     assert (steps.count, log) == (0, [])
 
 
-def test_afterwards_nothing_is_counted() -> None:
+def test_no_step_is_counted_after_the_script() -> None:
     steps = Steps(1)
     with steps.counted():
         pass
@@ -87,7 +87,7 @@ def test_afterwards_nothing_is_counted() -> None:
     assert steps.count == 0
 
 
-def test_no_handler_of_exceptions_keeps_a_script_from_stopping() -> None:
+def test_a_script_that_catches_every_exception_is_stopped() -> None:
     ended = []
     only = optimizer()
     with Steps(1).counted(), pytest.raises(StopError):
@@ -102,14 +102,14 @@ def test_no_handler_of_exceptions_keeps_a_script_from_stopping() -> None:
     assert ended == ["finally"]
 
 
-def test_an_alarm_interrupts_what_waits() -> None:
+def test_an_alarm_interrupts_a_wait() -> None:
     alarm = Alarm(0.05)
     with alarm.set(), pytest.raises(StopError):
         time.sleep(60)
     assert alarm.rang
 
 
-def test_an_alarm_that_is_not_reached_does_not_ring() -> None:
+def test_an_alarm_is_cancelled_by_an_earlier_end() -> None:
     alarm = Alarm(0.05)
     with alarm.set():
         pass

@@ -1,4 +1,4 @@
-"""What workers tell the controller of their devices."""
+"""Devices, needs and waits that workers report to the controller."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def hosts(pytestconfig: pytest.Config) -> Hosts:
 
 def will_need(host: str, folder: str, *, capacity: int = 100) -> dict[str, Any]:
     needs = {"a": [7, "max", 1.5, False, 0, True]}
-    told = {"device": "GPU", "capacity": capacity, "needs": needs, "real": True}
-    return {"host": [host, folder], **told}
+    fields = {"device": "GPU", "capacity": capacity, "needs": needs, "real": True}
+    return {"host": [host, folder], **fields}
 
 
 def has_run(worker: str, nodeid: str, began: float, ended: float) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_times_of_two_hosts_are_never_mixed(hosts: Hosts) -> None:
     assert hosts.usages("another") == []
 
 
-def test_hosts_of_one_name_are_told_apart_and_a_single_one_is_not_named(hosts: Hosts) -> None:
+def test_hosts_of_one_name_get_numbers_and_a_single_host_no_name(hosts: Hosts) -> None:
     hosts.take("gw0", will_need("one", "/a"))
     hosts.take("gw0", has_run("gw0", "test", 1, 3))
     assert [usage.device for usage in hosts.usages("run")] == ["GPU"]
@@ -63,7 +63,7 @@ def test_hosts_of_one_name_are_told_apart_and_a_single_one_is_not_named(hosts: H
     assert [usage.device for usage in hosts.usages("run")] == ["one (/a) GPU", "one (/b) GPU"]
 
 
-def test_what_is_to_be_kept_of_all_of_them(hosts: Hosts) -> None:
+def test_learned_needs_of_all_workers_are_merged(hosts: Hosts) -> None:
     for worker, nodeid in (("gw0", "a"), ("gw1", "b")):
         learned = Learned()
         learned.learn("cuda", nodeid, TestCost(predicted=5))
@@ -71,9 +71,9 @@ def test_what_is_to_be_kept_of_all_of_them(hosts: Hosts) -> None:
     assert {nodeid for _, nodeid, _ in hosts.learned} == {"a", "b"}
 
 
-def test_environments_are_told_where_hosts_differ() -> None:
+def test_environments_are_listed_where_hosts_differ() -> None:
     assert list(differing({"gw0": [T4], "gw1": [T4]})) == []
-    # Tests of another simulated model may have come to one of them.
+    # A test of another simulated model may have run on one of them.
     assert list(differing({"gw0": [T4, replace(T4, gpu="L4")], "gw1": [T4]})) == []
     assert list(differing({"gw2": [H100], "gw0": [T4], "gw1": [T4]})) == [
         "gw0, gw1: simulated GPU (torch 2.13)",
@@ -81,14 +81,14 @@ def test_environments_are_told_where_hosts_differ() -> None:
     ]
 
 
-def test_a_wait_is_shown_by_the_controller_when_it_has_lasted() -> None:
+def test_a_wait_is_shown_by_the_controller_after_some_time() -> None:
     lines: list[str] = []
     reporter = Mock(write_line=lines.append)
     plugins = {"terminalreporter": reporter, "capturemanager": None}
     controller: Any = Mock()
     controller.pluginmanager.getplugin = plugins.get
     hosts = Hosts(controller)
-    worker: Any = Mock(workerinput={CHANNEL: Mock(send=lambda told: hosts.take("gw0", told))})
+    worker: Any = Mock(workerinput={CHANNEL: Mock(send=lambda data: hosts.take("gw0", data))})
     channel = ControllerChannel(worker)
 
     for waited in (4.9, 5.2, 9.0, 59.9, 61.0):

@@ -1,4 +1,4 @@
-"""The record of a test, without a device and without running one."""
+"""The record of a test, judged without a device and without running the test."""
 
 from __future__ import annotations
 

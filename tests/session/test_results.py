@@ -1,4 +1,4 @@
-"""What the controller makes of reports, wherever the tests ran."""
+"""Results that the controller collects from reports, of its own process and of workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def peaks(results: Results) -> dict[str, int]:
     }
 
 
-def test_reports_without_a_record_are_other_people_s(results: Results) -> None:
+def test_reports_without_a_record_are_ignored(results: Results) -> None:
     results.take(report("test_a.py::test_a"))
 
     assert results.records == []
@@ -86,7 +86,7 @@ def test_an_attempt_that_is_rerun_does_not_count(results: Results) -> None:
     assert peaks(results) == {"test_a.py::test_a": 512}
 
 
-def test_a_worker_s_collection_arrives_at_the_controller(results: Results) -> None:
+def test_the_controller_receives_a_worker_s_collection(results: Results) -> None:
     worker = Results(Mock(), Mock())
     worker.collected(["test_a.py::test_a"], marked=True)
     worker.not_collected("test_b.py::TestB")

@@ -1,4 +1,4 @@
-"""How many workers ``-n auto`` stands for."""
+"""The number of workers that ``-n auto`` starts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ GIB = 2**30
         # 32 / (1 + 6): four contexts and four tests of the mean size.
         ([Room(32, 1)], [4, 8], 4),
         ([Room(32, 1), Room(32, 1)], [4, 8], 8),
-        # Instances of MIG are for one worker each, whatever they have.
+        # MIG instances get one worker each, whatever their size.
         ([Room(20, 1, most_workers=1), Room(5, 1, most_workers=1)], [1], 2),
-        # There is always somebody to do the work, or to say that it does not fit.
+        # At least one worker is started, to run the tests or to report that none fits.
         ([Room(2, 1)], [30], 1),
-        # Of whose tests nothing is known: contexts alone.
+        # Tests of unknown need: only contexts count.
         ([Room(16, 2)], [], 8),
     ],
 )
-def test_as_many_as_contexts_and_mean_tests_fit(
+def test_as_many_workers_as_contexts_and_mean_tests_fit(
     rooms: list[Room], needs: list[float], workers: int
 ) -> None:
     assert fitting(rooms, needs) == workers
@@ -43,7 +43,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "workers"),
     [
-        # 14.7 GiB by what is known of a test; a mean of 20 MiB fills more than the cores.
+        # 14.7 GiB divided by a test's known need; a mean of 20 MiB allows more than the cores.
         ((), 4),
         (("--gpumem-quota=7GiB",), 4),
         (("-o", "gpumem_max_reserved=6GiB"), 2),
@@ -51,7 +51,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("four_cores")
-def test_auto_goes_by_limits_baselines_and_quota(
+def test_auto_counts_workers_by_limits_baselines_and_quota(
     project: Project, args: tuple[str, ...], workers: int
 ) -> None:
     project.write(
@@ -82,7 +82,7 @@ def test_auto_goes_by_limits_baselines_and_quota(
     ],
 )
 @pytest.mark.usefixtures("four_cores")
-def test_auto_goes_by_what_gpus_have_left(
+def test_auto_counts_workers_by_the_free_memory_of_gpus(
     project: Project, machine: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", MACHINES[machine].nvml())
@@ -95,7 +95,7 @@ def test_auto_goes_by_what_gpus_have_left(
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_auto_is_xdists_own_where_nothing_is_shared(project: Project) -> None:
+def test_auto_is_left_to_xdist_without_sharing(project: Project) -> None:
     project.write(test_it="def test_it(): pass")
     result = project.run("-nauto", "--collect-only", "-o", "gpumem_max_reserved=6GiB")
     result.stdout.no_fnmatch_line("*fit the memory*")

@@ -1,4 +1,4 @@
-"""A test makes room in the middle where the system has signals, and runs to its end elsewhere."""
+"""A test yields while it runs where the system has signals, and runs to its end elsewhere."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pytest_gpumem.session.device_admissions import YieldedError, interruptible
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one thread")
-def test_a_body_ends_where_somebody_waits() -> None:
+def test_a_body_ends_early_where_another_test_waits() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with pytest.raises(YieldedError), interruptible(lambda: True):
         time.sleep(60)
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
-def test_without_such_a_signal_it_runs_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_runs_to_its_end_without_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_admissions, "_SIGNAL", None)  # as Windows has it
 
-    def somebody_waits() -> bool:
-        pytest.fail("nobody is to be asked")
+    def another_waits() -> bool:
+        pytest.fail("no test is asked")
 
-    with interruptible(somebody_waits):
+    with interruptible(another_waits):
         time.sleep(2 * device_admissions.CHECK_SECONDS)
 
 
-def test_another_thread_runs_to_its_end() -> None:
+def test_a_body_in_another_thread_runs_to_its_end() -> None:
     ended: list[str] = []
 
     def body() -> None:

@@ -1,4 +1,4 @@
-"""Random days of a shared GPU, played against the ledger without waiting for any of it."""
+"""Random schedules of a shared GPU, simulated against the ledger in virtual time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ STEPS = 7
 
 @dataclass(frozen=True)
 class PlannedTest:
-    """What one test will do."""
+    """The need, duration and priority of one test."""
 
     need: int
     """Bytes, those of its fixtures with it."""
     takes: float
     expected: float | None = None
     fixtures: int = 0
-    """What it leaves to the tests after it."""
+    """Bytes of fixtures that the test leaves for those after it."""
     exclusive: bool = False
     priority: int = 0
     guaranteed: bool = True
@@ -32,7 +32,7 @@ class PlannedTest:
 
 @dataclass
 class Worker:
-    """A worker that runs its tests one after the other, as pytest-xdist's do."""
+    """A worker that runs its tests one after the other, as workers of pytest-xdist do."""
 
     number: int
     tests: deque[PlannedTest]
@@ -42,11 +42,11 @@ class Worker:
     asked_at: float = 0.0
     waits: list[float] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
-    """What each of them may have been at most."""
+    """The longest permitted wait for each of ``waits``."""
 
 
-class Day:
-    """Workers, their tests and what strangers hold, on one device ``gpu``."""
+class Simulation:
+    """Workers, their tests and memory of other programs, on one device ``gpu``."""
 
     def __init__(self, folder: Path, plans: Iterable[list[PlannedTest]], context: int = 0) -> None:
         self.now = 0.0
@@ -55,7 +55,7 @@ class Day:
         self.ledger = Ledger(folder, clock=lambda: self.now)
         self.workers: list[Worker] = []
         self.asked: list[tuple[float, float]] = []
-        """When each test asked, and what it takes."""
+        """The time at which each test asked, and its duration."""
         for position, plan in enumerate(self.plans):
             number = self.ledger.join("run", f"gw{position}")
             self.ledger.hold(number, "gpu", context=context, fixtures=0)
@@ -66,7 +66,7 @@ class Day:
         return not any(worker.tests for worker in self.workers)
 
     def play(self) -> None:
-        """Let every worker go on as far as it can, then let time pass until the next test ends."""
+        """Advance every worker as far as possible, then the time to the end of the next test."""
         while not self.is_over:
             self.ask()
             ends = [worker.ends for worker in self.workers if worker.ends is not None]
@@ -74,7 +74,7 @@ class Day:
             self.pass_time(min(ends))
 
     def ask(self) -> None:
-        """Let every idle worker ask, until the answers are the same as before."""
+        """Have every idle worker ask for its next test, until no answer changes."""
         changed = True
         while changed:
             answers = [self._go_on(worker) for worker in self.workers]
@@ -118,7 +118,7 @@ class Day:
         return is_new
 
     def _bound(self, worker: Worker) -> float:
-        """What a test waits at most, as docs/sharing.md says.
+        """Return the longest wait of a test, as docs/sharing.md states it.
 
         Until it comes as soon as any other by its rank, tests that ask may go before it; all of
         them and those that were there take what they take, one after the other.
@@ -130,7 +130,7 @@ class Day:
     def _end(self, worker: Worker) -> None:
         test = worker.tests.popleft()
         assert worker.asked is not None
-        # pytest tears everything down after a worker's last test.
+        # pytest tears all fixtures down after a worker's last test.
         self._hold(worker, test.fixtures if worker.tests else 0)
         self.ledger.release(worker.asked)
         worker.asked = worker.ends = None

@@ -1,4 +1,4 @@
-"""Where the processes of one user on one host meet."""
+"""The folder that the processes of one user on one host share."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_every_user_has_a_folder_of_their_own(monkeypatch: pytest.MonkeyPatch) -
     assert default_folder() == Path("tmp/pytest-gpumem-1000")
 
 
-def test_windows_tells_users_apart_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_distinguishes_users_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "getuid", raising=False)
     monkeypatch.setenv("USERNAME", "ada")
     assert default_folder() == Path("tmp/pytest-gpumem-ada")
 
 
-def test_a_folder_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_folder_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, "shared")
     assert default_folder() == Path("shared")

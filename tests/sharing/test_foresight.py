@@ -12,13 +12,13 @@ import pytest
 from pytest_gpumem.session.predictions import is_worth_it, simulated_once
 
 
-def test_it_is_worth_it_where_workers_would_wait_for_several_tests() -> None:
+def test_a_simulation_is_worth_it_for_several_tests_and_workers() -> None:
     assert is_worth_it(4, 2)
     assert not is_worth_it(3, 2)
     assert not is_worth_it(100, 1)
 
 
-def test_the_first_asks_and_the_others_wait_for_its_answer(tmp_path: Path) -> None:
+def test_the_first_worker_simulates_and_the_others_wait(tmp_path: Path) -> None:
     asked, answers = [], []
 
     def simulate() -> dict[str, int]:
@@ -38,7 +38,7 @@ def test_the_first_asks_and_the_others_wait_for_its_answer(tmp_path: Path) -> No
     assert len(asked) == 1
 
 
-def test_another_run_asks_anew_and_clears_away_what_is_old(tmp_path: Path) -> None:
+def test_another_run_simulates_again_and_deletes_old_answers(tmp_path: Path) -> None:
     simulated_once(tmp_path, "old", lambda: {"a": 7})
     os.utime(tmp_path / "foreseen-old.json", (0, 0))
     simulated_once(tmp_path, "young", lambda: {"a": 8})
@@ -47,7 +47,7 @@ def test_another_run_asks_anew_and_clears_away_what_is_old(tmp_path: Path) -> No
     assert names == {"foreseen-young.json", "foreseen-run.json"}
 
 
-def test_one_that_fails_leaves_the_work_to_the_next(tmp_path: Path) -> None:
+def test_a_worker_that_fails_leaves_the_simulation_to_the_next(tmp_path: Path) -> None:
     def fail() -> dict[str, int]:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The gate, with a device that the test invents."""
+"""The gate, with a fake device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Gpu:
         return self.processes
 
 
-def test_a_test_that_was_crowded_out_waits_until_a_stranger_stays_away(tmp_path: Path) -> None:
-    # It is there from 4 to 5 s and from 7 to 8 s; by 11 s there has been room for three seconds.
+def test_a_crowded_out_test_waits_until_another_program_stays_away(tmp_path: Path) -> None:
+    # The program runs from 4 to 5 s and from 7 to 8 s; by 11 s, there was room for three seconds.
     ledger = Ledger(tmp_path)
     gpu = Gpu()
     now = [0.0]
@@ -53,9 +53,9 @@ def test_a_test_that_was_crowded_out_waits_until_a_stranger_stays_away(tmp_path:
     ledger.close()
 
 
-def test_fixtures_that_do_not_go_are_torn_down_once(tmp_path: Path) -> None:
-    # Both hold 50 and want 90. The one that came later is to give way, and has leaked what it
-    # holds: it waits, and in the end it says for whom.
+def test_fixtures_that_keep_their_memory_are_torn_down_once(tmp_path: Path) -> None:
+    # Both hold 50 and need 90. The later one has to tear its fixtures down, but has leaked their
+    # memory: it waits, and in the end names the holder.
     ledger = Ledger(tmp_path)
     first, second = (ledger.join("run", name) for name in ("gw0", "gw1"))
     ledger.hold(first, "gpu", context=0, fixtures=50)

@@ -1,4 +1,4 @@
-"""What runs remember of tests."""
+"""Needs and durations of tests that runs record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def learned(**costs: TestCost) -> Learned:
     return found
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_records_are_read_back(tmp_path: Path) -> None:
     add_learned(tmp_path, learned(a=TestCost(seconds=1.5, reserved=20), b=TestCost(predicted=7)))
     found = read_learned(tmp_path)
     assert found.of(T4, "a") == TestCost(1.5, 20)
@@ -35,17 +35,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [FOLDER, FILE_NAME]
 
 
-def test_a_later_run_replaces_what_it_knows_and_nothing_else(tmp_path: Path) -> None:
+def test_a_later_run_replaces_only_values_that_it_measured(tmp_path: Path) -> None:
     add_learned(tmp_path, learned(a=TestCost(1.5, 20), b=TestCost(2.5, 30)))
     add_learned(tmp_path, learned(a=TestCost(reserved=25), c=TestCost(0.5)))
     found = read_learned(tmp_path)
-    # The second time a ran beside others: its duration is still that of the first.
+    # The second time a ran beside other tests, so its duration is still the first one.
     assert found.of(T4, "a") == TestCost(1.5, 25)
     assert found.of(T4, "b") == TestCost(2.5, 30)
     assert found.of(T4, "c") == TestCost(0.5)
 
 
-def test_anywhere_is_the_most_of_all_environments() -> None:
+def test_anywhere_returns_the_maximum_of_all_environments() -> None:
     found = learned(a=TestCost(1.0, 50))
     found.learn("cuda-NVIDIA-L4-torch2.13", "a", TestCost(3.0, 40))
     assert found.anywhere("a") == TestCost(3.0, 50)

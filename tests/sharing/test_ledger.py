@@ -1,4 +1,4 @@
-"""What all runs of a host write."""
+"""The ledger that all runs of a host share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def worker(ledger: Ledger) -> int:
     return ledger.join("run", "gw0")
 
 
-def test_a_test_is_granted_and_gives_back(ledger: Ledger, worker: int) -> None:
+def test_a_test_is_granted_memory_and_gives_it_back(ledger: Ledger, worker: int) -> None:
     first, second = (ledger.ask(worker, name, {"gpu": 60}) for name in ("a", "b"))
     assert ledger.try_grant(first, GPU).granted
     assert not ledger.try_grant(second, GPU).granted
@@ -41,7 +41,7 @@ def test_a_test_is_granted_and_gives_back(ledger: Ledger, worker: int) -> None:
     assert [(test.nodeid, test.needs) for test in ledger.state(GPU).running] == [("b", {"gpu": 60})]
 
 
-def test_what_workers_hold_between_tests_is_theirs(ledger: Ledger, worker: int) -> None:
+def test_memory_that_workers_hold_between_tests_counts(ledger: Ledger, worker: int) -> None:
     ledger.hold(worker, "gpu", context=10, fixtures=31)
     test = ledger.ask(worker, "a", {"gpu": 60})
     assert not ledger.try_grant(test, GPU).granted
@@ -49,7 +49,7 @@ def test_what_workers_hold_between_tests_is_theirs(ledger: Ledger, worker: int) 
     assert ledger.try_grant(test, GPU).granted
 
 
-def test_who_waits_and_who_runs_can_be_read(ledger: Ledger, worker: int) -> None:
+def test_waiting_and_running_tests_can_be_read(ledger: Ledger, worker: int) -> None:
     running = ledger.ask(worker, "a", {"gpu": 60}, Need(60, "max", duration=2.0))
     ledger.try_grant(running, GPU)
     alone = Need(60, "max", exclusive=True, priority=3, guaranteed=False)
@@ -62,7 +62,7 @@ def test_who_waits_and_who_runs_can_be_read(ledger: Ledger, worker: int) -> None
     assert (waiting.exclusive, waiting.priority, waiting.guaranteed) == (True, 3, False)
 
 
-def test_leaving_gives_everything_back(ledger: Ledger, worker: int) -> None:
+def test_a_worker_that_leaves_gives_all_memory_back(ledger: Ledger, worker: int) -> None:
     ledger.hold(worker, "gpu", context=10, fixtures=20)
     ledger.try_grant(ledger.ask(worker, "a", {"gpu": 60}), GPU)
     ledger.leave(worker)
@@ -115,7 +115,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system has no SIGKILL")
-def test_what_a_killed_process_held_is_void(
+def test_memory_of_a_killed_process_is_void(
     ledger: Ledger, worker: int, holder: subprocess.Popen[str]
 ) -> None:
     test = ledger.ask(worker, "a", {"gpu": 60})
@@ -127,7 +127,7 @@ def test_what_a_killed_process_held_is_void(
     assert [running.nodeid for running in ledger.state(GPU).running] == ["a"]
 
 
-def test_a_number_that_another_process_has_now_is_not_it(ledger: Ledger) -> None:
+def test_a_reused_pid_is_not_the_earlier_process(ledger: Ledger) -> None:
     from pytest_gpumem.sharing.database import Process
 
     ledger.join("gone", "gw0", Process(os.getpid(), 1.0))
@@ -144,7 +144,7 @@ def spoil_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [spoil_file, spoil_folder])
-def test_a_ledger_that_cannot_be_opened_says_what_to_do(
+def test_a_ledger_that_cannot_be_opened_names_a_remedy(
     tmp_path: Path, spoil: Callable[[Path], None]
 ) -> None:
     spoil(tmp_path)
@@ -152,14 +152,14 @@ def test_a_ledger_that_cannot_be_opened_says_what_to_do(
         Ledger(tmp_path)
 
 
-def test_the_folder_is_of_the_host_and_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_belongs_to_host_and_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, "/somewhere")
     assert default_folder() == Path("/somewhere")
     monkeypatch.delenv(FOLDER_VARIABLE)
     assert default_folder().name.startswith("pytest-gpumem-")
 
 
-def test_how_many_were_beside_a_test(ledger: Ledger) -> None:
+def test_the_number_of_tests_beside_a_test(ledger: Ledger) -> None:
     workers = [ledger.join("run", f"gw{number}") for number in range(3)]
     devices = {"gpu": Budget(100), "other": Budget(100)}
 

@@ -1,4 +1,4 @@
-"""Which device a worker gets, by hand, and by processes that come at once."""
+"""The device that a worker gets, computed by hand and by processes that start at once."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ A, B, C = (Process(pid, 1.0) for pid in (11, 12, 13))
 @pytest.mark.parametrize(
     ("candidates", "placed", "chosen"),
     [
-        # Equal ones in turn.
+        # Equal devices in turn.
         ([CandidateDevice("x", 80), CandidateDevice("y", 80)], {}, 0),
         ([CandidateDevice("x", 80), CandidateDevice("y", 80)], {"x": [A]}, 1),
         ([CandidateDevice("x", 80), CandidateDevice("y", 80)], {"x": [A], "y": [B]}, 0),
-        # 80 / 3 is more than 24: the third worker still does better on the large one.
+        # 80 / 3 is more than 24: the third worker still gets more on the large one.
         ([CandidateDevice("x", 80), CandidateDevice("y", 24)], {"x": [A, B]}, 0),
         ([CandidateDevice("x", 80), CandidateDevice("y", 24)], {"x": [A, B, C]}, 1),
-        # A stranger's 50 are gone; a placed worker's 70 are its own share.
+        # Another program's 50 are unavailable; a placed worker's 70 are its own share.
         ([CandidateDevice("x", 80, {99: 50}), CandidateDevice("y", 80)], {}, 1),
         ([CandidateDevice("x", 80, {11: 70}), CandidateDevice("y", 30)], {"x": [A]}, 0),
-        # Instances of MIG are for one each, however small; then they are shared.
+        # MIG instances get one worker each, however small; then they are shared.
         (
             [CandidateDevice("x", 20, most_workers=1), CandidateDevice("y", 5, most_workers=1)],
             {"x": [A]},
@@ -43,7 +43,7 @@ A, B, C = (Process(pid, 1.0) for pid in (11, 12, 13))
             {"x": [A], "y": [B]},
             0,
         ),
-        # In exclusive mode nobody else comes in.
+        # In exclusive mode a device takes one process.
         (
             [CandidateDevice("x", 80, most_workers=1, strict=True), CandidateDevice("y", 1)],
             {"x": [A], "y": [B]},
@@ -52,7 +52,7 @@ A, B, C = (Process(pid, 1.0) for pid in (11, 12, 13))
         ([CandidateDevice("x", 80, most_workers=1, strict=True)], {"x": [A]}, None),
     ],
 )
-def test_the_least_loaded_is_chosen(
+def test_the_least_loaded_device_is_chosen(
     candidates: list[CandidateDevice], placed: dict[str, list[Process]], chosen: int | None
 ) -> None:
     assert least_loaded(candidates, placed) == chosen
@@ -61,7 +61,7 @@ def test_the_least_loaded_is_chosen(
 def test_a_process_keeps_its_place_until_it_is_gone(tmp_path: Path) -> None:
     candidates = [CandidateDevice("x", 80), CandidateDevice("y", 80)]
     assert [take_place(tmp_path, candidates), take_place(tmp_path, candidates)] == [0, 0]
-    # The parent of this process lives, and takes the other; whoever never was is void.
+    # The parent of this process lives, and takes the other; a PID without a process is void.
     parent = Process(os.getppid(), _started(os.getppid()))
     assert take_place(tmp_path, candidates, parent) == 1
     assert take_place(tmp_path, candidates, Process(this_process().pid, 1.0)) == 0
@@ -83,14 +83,14 @@ sys.stdin.read()
 """
 
 
-def test_processes_that_come_at_once_spread(tmp_path: Path) -> None:
+def test_processes_that_start_at_once_spread_over_the_devices(tmp_path: Path) -> None:
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", TAKE, str(tmp_path)]
     workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(6)]
     try:
         chosen = [worker.stdout.readline().strip() for worker in workers if worker.stdout]
         assert sorted(chosen) == ["0", "0", "1", "1", "2", "2"]
-        # Who is gone leaves its place.
+        # A process that has ended leaves its place.
         workers[chosen.index("1")].communicate()
         assert take_place(tmp_path, [CandidateDevice(name, 100) for name in "abc"]) == 1
     finally:
@@ -110,7 +110,7 @@ def _candidates(machine: str) -> list[CandidateDevice]:
     return list(map(candidate_of, _gpus(machine)))
 
 
-def test_what_machines_offer() -> None:
+def test_room_and_most_workers_of_machines() -> None:
     busy, idle = _candidates("two")
     assert (busy.room([]), idle.room([])) == (10 * GIB, 40 * GIB)
     assert [(one.most_workers, one.strict) for one in _candidates("mig")] == [(1, False)] * 3
@@ -122,14 +122,14 @@ def test_what_machines_offer() -> None:
     assert _candidates("cgroup")[0].total == 10 * GIB
 
 
-def test_cuda_shows_the_own_device_first() -> None:
+def test_cuda_visible_devices_begins_with_the_own_device() -> None:
     two, mig = _gpus("two"), _gpus("mig")
     first, second = uuids("two")
     assert visible(two[1], two) == f"{second},{first}"
     assert visible(mig[2], mig) == uuids("mig")[2]
 
 
-def test_a_part_of_a_device_under_mps() -> None:
+def test_the_mps_limit_of_a_part_of_a_device() -> None:
     # A quarter of 80 GiB, and 600 MiB for the context.
     assert part_of_mps(Quota(share=0.25), 80 * GIB, 4) == {
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",

@@ -1,4 +1,4 @@
-"""Whatever tests come in whatever order: never over capacity, no deadlock, nobody starves."""
+"""Any schedule of tests stays within capacity, without deadlock and without starvation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.sharing.schedules import CAPACITY, Day, PlannedTest
+from tests.sharing.schedules import CAPACITY, PlannedTest, Simulation
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where Linux keeps files that need no disk: a ledger is made for each day."""
+"""A folder of Linux in memory: a ledger is created for each schedule."""
 
 OF_ONE = settings(deadline=None, suppress_health_check=list(HealthCheck))
 OF_TWO = settings(OF_ONE, max_examples=2 * OF_ONE.max_examples)
@@ -23,18 +23,18 @@ OF_TWO = settings(OF_ONE, max_examples=2 * OF_ONE.max_examples)
 CONTEXT = 20
 WORKERS = 4
 MOST = CAPACITY - WORKERS * CONTEXT
-"""What the largest test may need: all that the contexts of the workers leave."""
+"""The need of the largest test: everything that the workers' contexts leave."""
 
 
 NEEDS = st.integers(0, MOST)
 TAKES = st.one_of(st.floats(0.5, 20), st.floats(60, 600))
-"""Those of minutes outlast what a rank is worth."""
+"""Tests of minutes outlast the bonus of a rank."""
 FIXTURES = st.one_of(st.just(0), st.integers(0, MOST))
 TENTHS = st.integers(0, 9)
 PRIORITIES = st.sampled_from([0, 0, 0, 1, 5])
 GUARANTEED = st.booleans()
 KNOWN_BADLY = st.sampled_from([None, 1, 2, 0.5])
-"""How much of what a test takes is expected of it: known, known badly or not at all."""
+"""The expected part of a test's duration: exact, wrong, or unknown (``None``)."""
 KNOWN = st.sampled_from([None, 1])
 
 
@@ -55,7 +55,7 @@ def planned_tests(
 
 
 EXACTLY_TIMED = planned_tests(KNOWN)
-"""What ends later than expected may have been let past another on the strength of it."""
+"""With wrong expectations, a test that passed another might delay it."""
 
 
 def one(need: int = 0, takes: float = 1.0, **more: Any) -> PlannedTest:
@@ -63,7 +63,7 @@ def one(need: int = 0, takes: float = 1.0, **more: Any) -> PlannedTest:
 
 
 FIXTURES_IN_THE_WAY = [[one(500, fixtures=500), one()], [one(500)], [one(takes=0.5), one(takes=9)]]
-"""What came late runs beside the second test's room; only fixtures of one that waits fill that."""
+"""The late test runs beside the second one, whose room only fixtures of a waiting worker occupy."""
 SECOND_IN_THE_QUEUE = [[one(500)], [one(600)], [one(700)], [one(takes=0.5), one(300, 9)]]
 """The last has room beside the 600 that wait first, and none beside the 700 behind them."""
 EXCLUSIVE_IN_THE_QUEUE = [
@@ -78,7 +78,7 @@ SEVERAL_PASS = [
     [one(takes=0.5), one(250, takes=9, expected=9)],
     [one(takes=0.5), one(170, takes=9)],
 ]
-"""Each of the last has room beside the 600, and both have not; nobody knows when the 500 end."""
+"""Each of the last has room beside the 600, but not both; the end of the 500 is unknown."""
 
 
 @OF_ONE
@@ -90,22 +90,22 @@ SEVERAL_PASS = [
 @example(plans=SECOND_IN_THE_QUEUE, equals=True)
 @example(plans=EXCLUSIVE_IN_THE_QUEUE, equals=True)
 @example(plans=SEVERAL_PASS, equals=True)
-def test_nobody_starves(plans: list[list[PlannedTest]], equals: bool) -> None:
+def test_no_test_starves(plans: list[list[PlannedTest]], equals: bool) -> None:
     if equals:
         plans = [[replace(test, priority=0, guaranteed=True) for test in plan] for plan in plans]
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
-        day = Day(Path(folder), plans, context=CONTEXT)
-        day.play()
-        for worker in day.workers:
+        schedule = Simulation(Path(folder), plans, context=CONTEXT)
+        schedule.play()
+        for worker in schedule.workers:
             assert all(map(le, worker.waits, worker.bounds))
-        day.ledger.close()
+        schedule.ledger.close()
 
 
 @OF_TWO
 @given(plans=st.lists(st.lists(planned_tests(), max_size=8), min_size=1, max_size=WORKERS))
 def test_every_schedule_ends_within_capacity(plans: list[list[PlannedTest]]) -> None:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
-        day = Day(Path(folder), plans, context=CONTEXT)
-        day.play()
-        assert [len(worker.waits) for worker in day.workers] == [len(plan) for plan in plans]
-        day.ledger.close()
+        schedule = Simulation(Path(folder), plans, context=CONTEXT)
+        schedule.play()
+        assert [len(worker.waits) for worker in schedule.workers] == [len(plan) for plan in plans]
+        schedule.ledger.close()

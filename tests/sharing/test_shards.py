@@ -1,4 +1,4 @@
-"""A suite cut into parts."""
+"""A suite divided into shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ suites = st.lists(weights, unique_by=lambda test: test.name, max_size=30)
 
 
 @given(tests=suites, count=st.integers(1, 12), order=st.randoms())
-def test_every_test_is_in_one_part_whatever_is_known_and_in_whatever_order(
+def test_every_test_is_in_one_shard_for_any_weights_and_any_order(
     tests: list[Weight], count: int, order: object
 ) -> None:
     parts = split(tests, count)
@@ -29,21 +29,21 @@ def test_every_test_is_in_one_part_whatever_is_known_and_in_whatever_order(
     assert split(shuffled, count) == parts
 
 
-def test_the_longest_first_to_who_has_least() -> None:
+def test_the_longest_test_goes_first_to_the_shortest_shard() -> None:
     seconds = {"a": 2.0, "b": 3.0, "c": 2.0, "d": 4.0, "e": 3.0, "f": 2.0}
-    # d 4 | b 3, e 3 | then a and c to the first, f to who has least of 8 and 6.
+    # d 4 | b 3, e 3 | then a and c to the first, f to the lesser of 8 and 6.
     parts = split([Weight(name, took, 0) for name, took in seconds.items()], 2)
     assert parts == [["a", "c", "d"], ["b", "e", "f"]]
     assert [sum(seconds[name] for name in part) for part in parts] == [8.0, 8.0]
 
 
-def test_tests_of_unknown_duration_count_as_the_others_on_average() -> None:
+def test_tests_of_unknown_duration_count_as_the_mean_of_the_others() -> None:
     tests = [Weight("a", 9.0, 0), Weight("b", 3.0, 0), Weight("c", None, 0), Weight("d", None, 0)]
     # 9 + 3 on one side, 6 + 6 on the other.
     assert split(tests, 2) == [["a", "b"], ["c", "d"]]
 
 
-def test_where_nothing_is_known_the_parts_have_as_many_tests() -> None:
+def test_shards_without_weights_have_equally_many_tests() -> None:
     parts = split([Weight(f"{index:02}") for index in range(10)], 4)
     assert sorted(map(len, parts)) == [2, 2, 3, 3]
 
@@ -72,6 +72,6 @@ def test_memory_counts_beside_time() -> None:
 @pytest.mark.parametrize(
     ("one", "other"), [([["a", "b"], []], [["a"], ["b"]]), ([["a"], ["b"]], [["b"], ["a"]])]
 )
-def test_another_cut_has_another_fingerprint(one: list[list[str]], other: list[list[str]]) -> None:
+def test_a_fingerprint_identifies_a_split(one: list[list[str]], other: list[list[str]]) -> None:
     assert fingerprint(one) == fingerprint([list(part) for part in one])
     assert fingerprint(one) != fingerprint(other)

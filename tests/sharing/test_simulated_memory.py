@@ -1,4 +1,4 @@
-"""A simulated device of which several processes take."""
+"""A simulated device whose memory several processes share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER = """
 
 
 def start_other(folder: Path) -> subprocess.Popen[str]:
-    """Another process, which takes 10 of 15 GiB until it is told to end."""
+    """Start another process, which takes 10 of 15 GiB until its stdin closes."""
     process = subprocess.Popen(
         [sys.executable, "-c", dedent(OTHER), str(folder)],
         stdin=subprocess.PIPE,
@@ -39,7 +39,7 @@ def start_other(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_what_another_process_takes_is_not_to_be_had_until_it_is_gone(tmp_path: Path) -> None:
+def test_memory_of_another_process_is_unavailable_until_it_ends(tmp_path: Path) -> None:
     (gpu,) = SimulatedGPU.machine("T4", torch_version="2.13", alloc_conf="")
     gpu.share(SharedSimulatedDevice(tmp_path, "t4", 15 * GIB))
     with start_other(tmp_path) as other, gpu.active():
@@ -53,7 +53,7 @@ def test_what_another_process_takes_is_not_to_be_had_until_it_is_gone(tmp_path: 
         assert torch.empty(6 * GIB, dtype=torch.uint8, device="cuda").nbytes == 6 * GIB
 
 
-def test_segments_are_taken_and_given_back(tmp_path: Path) -> None:
+def test_segments_are_taken_from_and_returned_to_the_device(tmp_path: Path) -> None:
     shared = SharedSimulatedDevice(tmp_path, "t4", 15 * GIB)
     (gpu,) = SimulatedGPU.machine("T4", torch_version="2.13", alloc_conf="")
     gpu.share(shared)
@@ -66,7 +66,7 @@ def test_segments_are_taken_and_given_back(tmp_path: Path) -> None:
     assert shared.taken() == {}
 
 
-def test_devices_that_were_shared_are_known(tmp_path: Path) -> None:
+def test_shared_devices_are_listed(tmp_path: Path) -> None:
     assert simulated_devices(tmp_path) == []
     SharedSimulatedDevice(tmp_path, "t4", 15 * GIB)
     assert [(one.name, one.capacity) for one in simulated_devices(tmp_path)] == [("t4", 15 * GIB)]

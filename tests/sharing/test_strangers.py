@@ -1,4 +1,4 @@
-"""Whose memory it is, by hand."""
+"""Attribution of a device's memory to processes, computed by hand."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def taken(nvml: FakeNvml) -> Mapping[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("taken", "claims", "nobodys"),
+    ("taken", "claims", "rest"),
     [
         ({1: 50, 2: 30}, {1: 60}, 0),
-        # Nobody's bytes are the hidden workers', as far as these may hold them.
+        # Unattributed bytes belong to hidden workers, up to their claims.
         ({UNKNOWN_PROCESS: 50}, {1: 20, 2: 10}, 20),
         ({UNKNOWN_PROCESS: 25}, {1: 20, 2: 10}, 0),
-        # Whom the driver shows has no part in them.
+        # A worker that the driver lists has no share of them.
         ({1: 20, UNKNOWN_PROCESS: 25}, {1: 20, 2: 10}, 15),
         ({1: 20, 3: 7, UNKNOWN_PROCESS: 25}, {1: 20}, 25),
     ],
 )
-def test_what_nobody_holds(taken: dict[int, int], claims: dict[int, int], nobodys: int) -> None:
-    assert without_claimed(taken, claims) == {**taken, UNKNOWN_PROCESS: nobodys}
+def test_unclaimed_bytes_remain(taken: dict[int, int], claims: dict[int, int], rest: int) -> None:
+    assert without_claimed(taken, claims) == {**taken, UNKNOWN_PROCESS: rest}
 
 
-def test_a_worker_claims_what_it_holds_and_is_granted(tmp_path: Path) -> None:
+def test_a_worker_claims_its_held_and_granted_bytes(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     worker = ledger.join("run", "gw0")
     ledger.hold(worker, "gpu", context=3, fixtures=4)
@@ -51,7 +51,7 @@ def test_a_worker_claims_what_it_holds_and_is_granted(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_who_can_be_seen_is_taken_at_its_word() -> None:
+def test_a_listed_process_has_the_bytes_that_the_driver_lists() -> None:
     gpu = Gpu(used=6 * GIB, compute=[process(ME, 2 * GIB), process(1, 3 * GIB)])
     assert taken(FakeNvml(gpu)) == {ME: 2 * GIB, 1: 3 * GIB, UNKNOWN_PROCESS: GIB}
 
@@ -64,15 +64,15 @@ def test_who_can_be_seen_is_taken_at_its_word() -> None:
         ("hami", 500 * MIB),
     ],
 )
-def test_in_a_container_all_bytes_may_be_anybodys(machine: str, used: int) -> None:
+def test_in_a_container_all_bytes_are_unattributed(machine: str, used: int) -> None:
     assert taken(MACHINES[machine].nvml()) == {UNKNOWN_PROCESS: used}
 
 
-def test_processes_without_bytes_are_nobodys() -> None:
+def test_processes_without_bytes_leave_them_unattributed() -> None:
     assert taken(FakeNvml(Gpu(compute=[process(ME, None)]))) == {UNKNOWN_PROCESS: 6 * GIB}
 
 
-def test_a_process_that_ought_to_be_listed_finds_the_numbers_foreign() -> None:
+def test_pids_are_foreign_where_the_own_process_is_not_listed() -> None:
     nvml = FakeNvml(Gpu(used=6 * GIB, compute=[process(1, 3 * GIB)]))
     uses: list[bool] = []
     with found(nvml):
@@ -96,8 +96,8 @@ def test_a_limit_of_the_container_is_the_capacity(machine: str, limit: int) -> N
         assert NvmlDevice(0).capacity == round(limit * 0.98)
 
 
-def test_own_memory_that_nobody_names_is_not_a_strangers(tmp_path: Path) -> None:
-    # The worker's context stands among 12,614 MiB that no process of this container has.
+def test_own_memory_that_is_unattributed_is_not_another_program_s(tmp_path: Path) -> None:
+    # The worker's context is part of 12,614 MiB that no process of this container has.
     ledger = Ledger(tmp_path)
     worker = ledger.join("run", "gw0")
     with found(MACHINES["docker"].nvml()):
@@ -115,7 +115,7 @@ def test_own_memory_that_nobody_names_is_not_a_strangers(tmp_path: Path) -> None
     ledger.close()
 
 
-def test_what_nvml_does_not_tell_is_one_sentence() -> None:
+def test_a_value_that_nvml_lacks_is_one_sentence() -> None:
     nvml = FakeNvml()
     refused = pytest.raises(SharingError, match=r"needs NVML .*: the GPU has fallen off the bus")
     with found(nvml):

@@ -1,4 +1,4 @@
-"""What a run made of its device, by hand."""
+"""A run's use of its device, computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def usage() -> RunUsage:
     return usage
 
 
-def test_makespan_and_peak(usage: RunUsage) -> None:
+def test_makespan_and_peak_of_a_run(usage: RunUsage) -> None:
     assert (usage.makespan, usage.workers, usage.peak) == (6, 2, 100)
 
 
@@ -32,19 +32,19 @@ def test_the_bound_is_the_tightest_of_three(usage: RunUsage) -> None:
     assert usage.bound == pytest.approx(4.8)
 
 
-def test_the_picture_shows_the_mean_of_each_part(usage: RunUsage) -> None:
+def test_the_bars_show_the_mean_of_each_interval(usage: RunUsage) -> None:
     # 100 % for 2 s, 60 % for 2 s, 80 % for 2 s.
     assert usage.picture(6) == "██▅▅▇▇"
     assert usage.picture(3) == "█▅▇"
 
 
-def test_what_a_person_reads(usage: RunUsage) -> None:
+def test_the_text_for_a_terminal(usage: RunUsage) -> None:
     assert lines([usage])[0] == (
         "gpu: 3 tests on 2 workers in 6.0 s, 1.25 x the 4.8 s that no order can beat"
     )
 
 
-def test_what_a_person_reads_of_waits() -> None:
+def test_the_text_about_waits() -> None:
     def test(
         waited: float, waited_for: str | None, borrowed: int = 0, *notes: str
     ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Files that say what tests take."""
+"""Files with durations and needs of tests."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "took.json"
 
 
-def test_pytest_split(path: Path) -> None:
+def test_a_file_of_pytest_split_is_read(path: Path) -> None:
     path.write_text('{"a": 1.5, "b": 2}')
     assert read_weights(path) == Weights(seconds={"a": 1.5, "b": 2.0})
-    # As its older releases wrote it.
+    # The format of its older releases.
     path.write_text('[["a", 1.5], ["b", 2]]')
     assert read_weights(path) == Weights(seconds={"a": 1.5, "b": 2.0})
 
 
-def test_a_report(path: Path) -> None:
+def test_a_report_is_read(path: Path) -> None:
     took = {"alone": (1.5, None), "by itself": (2.5, 0), "beside": (9.0, 3)}
     write_report(
         path,
@@ -44,7 +44,7 @@ def test_a_report(path: Path) -> None:
     )
 
 
-def test_a_plan(path: Path) -> None:
+def test_a_plan_is_read(path: Path) -> None:
     shards = [{"runner": "T4", "memory": 7, "price": 0.35, "tests": ["a"]}]
     numbers = {"seconds": {"a": 1.5}, "bytes": {"a": 3}}
     path.write_text(json.dumps({"schema_version": 1, "matrix": {}, "shards": shards, **numbers}))
@@ -67,7 +67,7 @@ def test_a_plan(path: Path) -> None:
         ('{"schema_version": 1, "matrix": {}}', "'shards' is missing or wrong"),
     ],
 )
-def test_anything_else_is_refused(path: Path, content: Any, problem: str) -> None:
+def test_any_other_file_is_refused(path: Path, content: Any, problem: str) -> None:
     if content is not None:
         path.write_text(content)
     with pytest.raises(WeightsError) as error:

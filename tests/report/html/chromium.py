@@ -17,7 +17,7 @@ DESKTOP, PHONE = (1280, 900), (390, 844)
 
 
 def missing() -> str:
-    """Return in one sentence what is not installed, empty where all is there."""
+    """Return a sentence that names what is not installed; empty if nothing is missing."""
     if find_spec("selenium") is None:
         return "selenium is not installed, which drives the browser"
     if None in map(shutil.which, ("chromium", "chromedriver")):
@@ -26,7 +26,7 @@ def missing() -> str:
 
 
 def start(profile: Path) -> Any:
-    """Start the browser; what it remembers goes to ``profile``."""
+    """Start the browser with its profile in the folder ``profile``."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -50,7 +50,7 @@ def look_through(browser: Any, size: tuple[int, int] = DESKTOP, *, dark: bool = 
 
 
 def requests(browser: Any) -> list[str]:
-    """Return what was asked of a network since this was last read."""
+    """Return the network requests since the last call."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [
         message["params"]["request"]["url"]
@@ -61,7 +61,7 @@ def requests(browser: Any) -> list[str]:
 
 
 def inaccessible(browser: Any) -> list[str]:
-    """Return what axe, a checker of accessibility, finds wrong; skips where it is not installed."""
+    """Return the findings of axe, an accessibility checker; skip where it is not installed."""
     import pytest
 
     found = find_spec("axe_playwright_python")

@@ -1,4 +1,4 @@
-"""A browser that pages are opened in; where there is none, what needs it is skipped."""
+"""A browser that opens pages; tests that need it are skipped where it is not installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def opened_page(browser: Any) -> Callable[[Path], Any]:
-    """Open a file in the browser, on a light desktop, and return it."""
+    """Return a function that opens a file in the browser, on a desktop in light colours."""
 
     def opening(path: Path) -> Any:
         chromium.look_through(browser)

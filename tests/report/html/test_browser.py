@@ -1,4 +1,4 @@
-"""The page of tests in a browser: no error, no request, and what a reader does works."""
+"""The page of tests in a browser: it causes no error and no request, and its controls work."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ SITE = {
 
 @pytest.fixture
 def page(opened_page: Callable[[Path], Any], tmp_path: Path) -> Any:
-    told = failing()
-    assert told.measurement is not None
+    failed = failing()
+    assert failed.measurement is not None
     shown = replace(
-        told.measurement,
+        failed.measurement,
         composition={"activations": 80 * MIB},
         sites=(SITE,),
         timeline=TIMELINE,
@@ -68,8 +68,8 @@ def page(opened_page: Callable[[Path], Any], tmp_path: Path) -> Any:
     hostile = [
         record(name, measured(MIB), verdict("limit", MIB, 2 * MIB)) for name in (HOSTILE, *ODD)
     ]
-    records = [replace(told, measurement=shown), passing(), *hostile, *many]
-    past = Past([("run-1", "", {told.key: 64 * MIB}), ("run-2", "", {told.key: 80 * MIB})])
+    records = [replace(failed, measurement=shown), passing(), *hostile, *many]
+    past = Past([("run-1", "", {failed.key: 64 * MIB}), ("run-2", "", {failed.key: 80 * MIB})])
     path = tmp_path / "page.html"
     path.write_text(render(records, past, [USE]), encoding="utf-8")
     return opened_page(path)
@@ -103,7 +103,7 @@ def opened(page: Any) -> str:
     return text
 
 
-def test_it_opens_without_an_error_or_a_request(page: Any) -> None:
+def test_the_page_opens_without_error_or_request(page: Any) -> None:
     opened(page)
     assert chromium.requests(page) == []
     assert page.get_log("browser") == []
@@ -125,7 +125,7 @@ def test_names_with_escapes_line_ends_and_commands_are_text(page: Any, shown: st
     assert "taken" not in page.title
 
 
-def test_finding_sorting_and_showing_more(page: Any) -> None:
+def test_tests_can_be_searched_sorted_and_expanded(page: Any) -> None:
     assert len(names(page)) == 200
     find(page, "many test_012")
     assert names(page) == [f"test_{number:04}" for number in range(120, 130)]
@@ -137,7 +137,7 @@ def test_finding_sorting_and_showing_more(page: Any) -> None:
     assert len(names(page)) == 506
 
 
-def test_what_opens_says_everything_with_its_unit(page: Any) -> None:
+def test_details_of_a_test_have_every_number_with_its_unit(page: Any) -> None:
     text = opened(page)
     for said in (
         "forward peaked at 80.0 MiB (83,886,080 B), 16.0 MiB over its baseline of 64.0 MiB",
@@ -157,7 +157,7 @@ def test_what_opens_says_everything_with_its_unit(page: Any) -> None:
     assert page.find_elements("css selector", ".treemap .tile")
 
 
-def test_the_time_line_is_read_and_zoomed_by_keys(page: Any) -> None:
+def test_keys_read_and_zoom_the_time_line(page: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
     opened(page)
@@ -170,13 +170,13 @@ def test_the_time_line_is_read_and_zoomed_by_keys(page: Any) -> None:
     assert note.text == "after event 0 of 3: 0 B allocated, reserved 0 B, inactive split 0 B"
 
 
-def test_nothing_is_wider_than_a_phone(page: Any) -> None:
+def test_no_element_is_wider_than_a_phone(page: Any) -> None:
     chromium.look_through(page, chromium.PHONE)
     opened(page)
     assert page.execute_script("return document.documentElement.scrollWidth") == 390
 
 
-def test_the_arrow_keys_walk_the_tests_and_slash_finds_one(page: Any) -> None:
+def test_arrow_keys_move_between_tests_and_slash_searches(page: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
     first = page.find_element("css selector", "button.open")
@@ -187,24 +187,24 @@ def test_the_arrow_keys_walk_the_tests_and_slash_finds_one(page: Any) -> None:
     assert page.switch_to.active_element.get_attribute("id") == "find"
 
 
-def test_history_is_a_line_with_its_steps(page: Any) -> None:
+def test_history_is_drawn_as_a_line_with_its_steps(page: Any) -> None:
     (picture,) = page.find_elements("css selector", "td.trend svg")
     assert picture.accessible_name == "64.0 MiB to 80.0 MiB (+16.0 MiB) in 2 reports, 1 step"
     assert len(picture.find_elements("css selector", "circle.step")) == 1
 
 
-def test_shared_use_shows_who_had_how_much_when(page: Any) -> None:
+def test_shared_use_shows_each_test_s_memory_over_time(page: Any) -> None:
     usage = page.find_element("id", "usage")
     assert "12.0 MiB of 16.0 MiB were granted at most, to 2 workers in 4.0 s." in usage.text
     first, second = usage.find_elements("css selector", "rect.run")
-    # Two of four seconds, and three of four that begin after one; the picture is 1,000 wide.
+    # Two of four seconds, and three of four that start after one; the picture is 1,000 wide.
     assert (first.get_attribute("x"), first.get_attribute("width")) == ("0.0", "500.0")
     assert (second.get_attribute("x"), second.get_attribute("width")) == ("250.0", "750.0")
     said = first.find_element("css selector", "title").get_attribute("textContent")
     assert said == f"{HOSTILE} on gw0: 8.0 MiB from 0 ms to 2.0 s"
 
 
-def test_a_status_that_is_taken_out_is_not_shown(page: Any) -> None:
+def test_a_status_that_is_deselected_is_not_shown(page: Any) -> None:
     page.find_element("css selector", "#statuses input").click()
     assert "test_step" not in names(page)
     assert page.find_element("id", "count").text == "505 of 506 tests"
@@ -212,7 +212,7 @@ def test_a_status_that_is_taken_out_is_not_shown(page: Any) -> None:
 
 @pytest.mark.parametrize("size", [chromium.DESKTOP, chromium.PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_checker_of_accessibility_finds_nothing(
+def test_an_accessibility_checker_finds_no_fault(
     page: Any, size: tuple[int, int], dark: bool
 ) -> None:
     chromium.look_through(page, size, dark=dark)

@@ -1,4 +1,4 @@
-"""What stands in the page: all that was measured, and nothing that a name could smuggle in."""
+"""The content of the page: all measurements, and no markup or script from names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_hostile_name_is_text_and_no_element() -> None:
     assert {detail["nodeid"] for detail in page.details} == ids
 
 
-def test_what_a_phase_or_a_note_is_called_is_shown_too() -> None:
+def test_names_of_phases_and_texts_of_notes_are_shown() -> None:
     noted = measured(MIB, notes=("a\x07bell",))
     (detail,) = Page(render([record("test_a", noted)])).details
     assert detail["measurement"]["notes"] == ["a\\x07bell"]
@@ -70,7 +70,7 @@ def test_the_page_without_data_is_small() -> None:
     assert len(render([]).encode()) < 2 * MIB
 
 
-def test_a_verdict_comes_with_its_sentence_and_remedy() -> None:
+def test_a_verdict_is_shown_with_its_sentence_and_remedy() -> None:
     (detail,) = Page(render([failing()])).details
     base, limit = detail["verdicts"]
     assert limit["text"] == (
@@ -82,7 +82,7 @@ def test_a_verdict_comes_with_its_sentence_and_remedy() -> None:
     ]
 
 
-def test_a_page_that_cannot_be_written_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="Is a directory; give --gpumem-report html:PATH a file"):
         write_file(tmp_path, render([passing()]).encode(), "--gpumem-report html:PATH")
 
@@ -91,14 +91,14 @@ def test_a_run_without_tests_is_a_page_too() -> None:
     assert Page(render([])).overview["tests"] == []
 
 
-def test_names_of_environments_are_shared() -> None:
+def test_names_of_environments_are_stored_once() -> None:
     other = replace(passing("test_b"), environment=replace(passing().environment, gpu="T4"))
     overview = Page(render([passing("test_a"), other, passing("test_c")])).overview
     assert [one["gpu"] for one in overview["environments"]] == ["A100-40GB", "T4"]
     assert [row["environment"] for row in overview["tests"]] == [0, 1, 0]
 
 
-def test_limit_and_baseline_are_those_of_the_whole_test_on_its_own_device() -> None:
+def test_limit_and_baseline_are_those_of_the_test_on_its_device() -> None:
     verdicts = (
         verdict("limit", 3 * MIB, 7 * MIB, device="cuda:1"),
         verdict("limit", 3 * MIB, 4 * MIB, phase="forward"),

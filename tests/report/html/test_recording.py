@@ -1,4 +1,4 @@
-"""What the page knows of a recording, worked out by hand for an allocator of three blocks."""
+"""The page's data of a recording, computed by hand for an allocator with three blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODULE = "/env/torch/nn/modules/module.py"
 
 
 class Stack:
-    """Stands for the code that allocates."""
+    """A stand-in for the stack that allocates."""
 
     def __init__(self, *frames: tuple[str, str, int]) -> None:
         self.frames = [
@@ -37,7 +37,7 @@ LOADING = Stack(("/app/main.py", "load", 3))
 
 
 def recorded() -> Allocator:
-    """A block of 30 MiB, then 3 MiB that stay and 5 MiB that do not outlive the forward."""
+    """Record a block of 30 MiB, then 3 MiB that are kept and 5 MiB that forward frees."""
     allocator = Allocator(1 << 40, version=(2, 6))
     large = allocator.malloc(30 * MIB, context=LOADING)
     allocator.malloc(3 * MIB, context=FORWARD)
@@ -46,25 +46,25 @@ def recorded() -> Allocator:
     return allocator
 
 
-def told(snapshot: dict[str, Any], **question: Any) -> tuple[dict[str, Any], list[list[int]]]:
-    """The first device of the page's data, and its columns: what events did, reserved, split."""
-    result = replay(snapshot, courses=True, **question)
-    data, (text, *_) = recording_of("run.pickle", result, notes=[], used_elsewhere=0)
+def parsed(snapshot: dict[str, Any], **question: Any) -> tuple[dict[str, Any], list[list[int]]]:
+    """Return the page's first device and its columns: changes, reserved and split bytes."""
+    parsed = replay(snapshot, courses=True, **question)
+    data, (text, *_) = recording_of("run.pickle", parsed, notes=[], used_elsewhere=0)
     columns = json.loads(zlib.decompress(b64decode(text)))
     return data["devices"][0], [columns["blocks"], *columns["reserved"], *columns["split"]]
 
 
-def test_every_event_says_what_it_allocated_reserved_and_left_split() -> None:
-    device, (did, reserved, split) = told(recorded().snapshot())
+def test_every_event_has_its_allocated_reserved_and_split_bytes() -> None:
+    device, (did, reserved, split) = parsed(recorded().snapshot())
     assert device["kinds"] == [[30 * MIB, 0], [3 * MIB, 1], [5 * MIB, 2]]
     # segment, alloc; segment, alloc; alloc, free requested and completed; the same for the large
     assert did == [0, 1, 0, 3, 5, 0, 6, 0, 2]
-    # The first number of each is at the start.
+    # The first number of each column is the state at the start.
     assert reserved == [0, 0, 30 * MIB, 0, 20 * MIB, 0, 0, 0, 0, 0]
     assert split == [0, 0, 0, 0, 17 * MIB, -5 * MIB, 0, 5 * MIB, 0, 0]
 
 
-def test_what_events_say_adds_up_to_the_peak_of_the_allocator() -> None:
+def test_events_add_up_to_the_peak_of_the_allocator() -> None:
     draw = random.Random(7)
     allocator = Allocator(1 << 44, version=(2, 6))
     live: list[int] = []
@@ -76,7 +76,7 @@ def test_what_events_say_adds_up_to_the_peak_of_the_allocator() -> None:
     late = allocator.snapshot()
     late["device_traces"] = [late["device_traces"][0][1_001:]]
     for snapshot in (allocator.snapshot(), late):
-        device, (did, *_) = told(snapshot)
+        device, (did, *_) = parsed(snapshot)
         held = sum(count * device["kinds"][kind][0] for kind, count in device["start"])
         changes = [
             0 if not one else device["kinds"][(one - 1) // 2][0] * (1 if one % 2 else -1)
@@ -87,8 +87,8 @@ def test_what_events_say_adds_up_to_the_peak_of_the_allocator() -> None:
         assert series[-1] == allocator.allocated
 
 
-def test_places_say_line_and_category_with_paths_relative_to_the_program() -> None:
-    device, _ = told(recorded().snapshot())
+def test_places_have_line_category_and_a_path_relative_to_the_program() -> None:
+    device, _ = parsed(recorded().snapshot())
     assert [(one["category"], one["site"], one["function"]) for one in device["places"]] == [
         ("other", "main.py:3", "load"),
         ("activations", "src/model.py:7", "forward"),
@@ -97,10 +97,10 @@ def test_places_say_line_and_category_with_paths_relative_to_the_program() -> No
     assert device["places"][1]["stack"] == ["src/model.py:7 forward", "module.py:1 _call_impl"]
 
 
-def test_segments_at_the_peak_and_at_the_end() -> None:
-    device, _ = told(recorded().snapshot())
+def test_segments_are_listed_at_the_peak_and_at_the_end() -> None:
+    device, _ = parsed(recorded().snapshot())
     run = device["recorded"]
-    # Most was allocated while 50 MiB were reserved after the fifth event.
+    # The peak is after the fifth event, while 50 MiB were reserved.
     assert run["fullest"] == 5
     assert run["usage"]["fragmentation"] == 12 * MIB
     assert run["segments"]["peak"] == [
@@ -118,10 +118,10 @@ def test_segments_at_the_peak_and_at_the_end() -> None:
     ]
 
 
-def test_what_was_there_before_recording_began_is_there_from_the_start() -> None:
+def test_blocks_from_before_the_recording_are_live_at_the_start() -> None:
     snapshot = recorded().snapshot()
     snapshot["device_traces"][0] = snapshot["device_traces"][0][2:]
-    device, (did, reserved, split) = told(snapshot)
+    device, (did, reserved, split) = parsed(snapshot)
     assert device["start"] == [[0, 1]]
     assert device["kinds"][0] == [30 * MIB, 0]
     assert device["places"][0]["operator"] == "allocated before recording began"
@@ -129,8 +129,8 @@ def test_what_was_there_before_recording_began_is_there_from_the_start() -> None
     assert (reserved[0], split[0]) == (30 * MIB, 0)
 
 
-def test_what_if_is_a_second_run() -> None:
-    device, (_, _, tried, *_) = told(recorded().snapshot(), alloc_conf="expandable_segments:True")
+def test_a_what_if_is_a_second_run_of_the_page() -> None:
+    device, (_, _, tried, *_) = parsed(recorded().snapshot(), alloc_conf="expandable_segments:True")
     assert device["what_if"]["usage"]["peak_allocated"] == 38 * MIB
     assert len(tried) - 1 == device["events"] == 9
 
@@ -139,7 +139,7 @@ def test_a_what_if_that_runs_out_of_memory_ends_there() -> None:
     allocator = Allocator(1 << 40, version=(2, 6))
     allocator.malloc(6 << 30)
     allocator.malloc(6 << 30)
-    device, (_, _, tried, *_) = told(allocator.snapshot(), gpu="RTX-4060")
+    device, (_, _, tried, *_) = parsed(allocator.snapshot(), gpu="RTX-4060")
     assert device["what_if"]["usage"]["out_of_memory"]["event"] == 3
     assert len(tried) - 1 < device["events"] == 4
 
@@ -152,35 +152,35 @@ def test_a_what_if_whose_start_does_not_fit_has_no_events() -> None:
     )
     large = {"size": 9 << 30, "requested_size": 9 << 30, "state": "active_allocated"}
     snapshot["segments"][-1]["blocks"] = [large]
-    device, (_, recorded_reserved, tried, *_) = told(snapshot, gpu="RTX-4060")
+    device, (_, recorded_reserved, tried, *_) = parsed(snapshot, gpu="RTX-4060")
     assert device["what_if"]["usage"]["out_of_memory"]["event"] == -1
     assert (len(recorded_reserved) - 1, tried) == (device["events"], [])
 
 
-def test_what_a_loop_repeats_is_small() -> None:
+def test_the_data_of_a_loop_are_small() -> None:
     assert len(packed([512, 1024, -512, 4096, -1024, -4096] * 100_000)) < 20_000
 
 
 @pytest.mark.parametrize("odd", [None, 7, "text", [None, 3], [{"filename": 3}]])
-def test_frames_of_another_form_are_no_frames(odd: Any) -> None:
+def test_malformed_frames_are_ignored(odd: Any) -> None:
     snapshot = recorded().snapshot()
     for event in snapshot["device_traces"][0]:
         event["frames"] = odd
-    device, _ = told(snapshot)
+    device, _ = parsed(snapshot)
     assert {one["category"] for one in device["places"]} == {"other"}
 
 
-def test_a_hostile_line_is_text() -> None:
+def test_a_hostile_source_line_is_text() -> None:
     def page(names: Iterable[str]) -> Page:
         allocator = Allocator(1 << 40, version=(2, 6))
         for name in names:
             allocator.malloc(MIB, context=Stack((f"/app/{name}.py", name, 1)))
-        result = replay(allocator.snapshot(), courses=True)
+        parsed = replay(allocator.snapshot(), courses=True)
         return Page(
             assembled(
                 "recording.html",
                 RECORDING,
-                *recording_of("a</script>.pickle", result, notes=[], used_elsewhere=0),
+                *recording_of("a</script>.pickle", parsed, notes=[], used_elsewhere=0),
             )
         )
 

@@ -1,4 +1,4 @@
-"""The page of a recording in a browser: every zoom keeps its peaks, a click says what lived."""
+"""The page of a recording in a browser: every zoom keeps peaks, a click lists live blocks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def written(path: Path, snapshot: dict[str, Any], **question: Any) -> Path:
 
 
 def long(events: int) -> dict[str, Any]:
-    """Blocks of random sizes that live for random times."""
+    """Return a snapshot of blocks with random sizes and lifetimes."""
     draw = random.Random(3)
     allocator = Allocator(1 << 44, version=(2, 6))
     live: list[int] = []
@@ -84,7 +84,7 @@ def text(page: Any) -> str:
     return found.replace("\u00a0", " ")
 
 
-def test_at_first_sight_it_says_what_a_reader_asks(page: Any) -> None:
+def test_the_page_starts_with_a_summary_of_the_recording(page: Any) -> None:
     for said in (
         "9 events on cuda:0, recorded with the allocator's default settings",
         "3 of 3 addresses agree",
@@ -98,13 +98,13 @@ def test_at_first_sight_it_says_what_a_reader_asks(page: Any) -> None:
         assert said in text(page)
 
 
-def test_it_opens_without_an_error_or_a_request(page: Any) -> None:
+def test_the_page_opens_without_error_or_request(page: Any) -> None:
     assert chromium.requests(page) == []
     assert page.get_log("browser") == []
     assert page.title == "GPU memory of run.pickle"
 
 
-def test_the_keys_read_zoom_and_keep_an_event(page: Any) -> None:
+def test_keys_read_zoom_and_pin_an_event(page: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
     chart = page.find_element("css selector", ".timeline")
@@ -119,7 +119,7 @@ def test_the_keys_read_zoom_and_keep_an_event(page: Any) -> None:
     assert kept.is_selected()
 
 
-def test_hovering_names_block_line_and_layer(page: Any) -> None:
+def test_hovering_shows_block_line_and_layer(page: Any) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
     over = page.find_element("css selector", ".timeline .u-over")
@@ -146,7 +146,7 @@ def test_dragging_zooms_and_a_double_click_shows_all(page: Any) -> None:
     assert page.execute_script("return charts[0].sampled().positions.length") == 10
 
 
-def test_lines_and_sizes_can_be_stacked_too(page: Any) -> None:
+def test_the_chart_can_be_stacked_by_line_and_by_size(page: Any) -> None:
     from selenium.webdriver.support.ui import Select
 
     select = Select(page.find_element("css selector", "select"))
@@ -159,7 +159,7 @@ def test_lines_and_sizes_can_be_stacked_too(page: Any) -> None:
     assert found[:3] == ["blocks of 30.0 MiB", "blocks of 5.0 MiB", "blocks of 3.0 MiB"]
 
 
-def test_no_peak_of_any_stretch_is_lost_at_any_zoom(
+def test_every_zoom_shows_the_peak_of_each_interval(
     opened_page: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     page = ready(opened_page(written(tmp_path / "long.html", long(60_000))))
@@ -178,7 +178,7 @@ def test_no_peak_of_any_stretch_is_lost_at_any_zoom(
 
 @pytest.mark.parametrize("size", [chromium.DESKTOP, chromium.PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_checker_of_accessibility_finds_nothing(
+def test_an_accessibility_checker_finds_no_fault(
     page: Any, size: tuple[int, int], dark: bool
 ) -> None:
     chromium.look_through(page, size, dark=dark)
@@ -186,7 +186,7 @@ def test_a_checker_of_accessibility_finds_nothing(
     assert page.execute_script("return document.documentElement.scrollWidth") == size[0]
 
 
-def test_several_devices_each_have_their_own_parts(
+def test_each_of_several_devices_has_its_own_parts(
     opened_page: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     snapshot = recorded().snapshot()
