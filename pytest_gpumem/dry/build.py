@@ -195,11 +195,11 @@ def built_for_installed() -> Path:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "pytest-gpumem" / "dry" / f"torch-{_key(installed_files())}"
-    if folder.exists():
-        return folder
-    from filelock import FileLock
-
     try:
+        if folder.exists():  # in a folder that must not be entered this raises an error
+            return folder
+        from filelock import FileLock
+
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):
             if not folder.exists():

@@ -107,12 +107,12 @@ class TestLifecycle:
                 self._preparation = Preparation(parts)
             preparation = self._preparation
             device = preparation.device_of(item, rank, computed=computed)
-            self._fixture_devices.renew(item, self._machine(device))
+            self._fixture_devices.renew(item, self._machine(device), measured=True)
             self.current = preparation.begin(item, device)
             environment = device.environment
             self._watched.begins(item.nodeid, f"{environment.kind}{environment.gpu}")
         else:
-            self._fixture_devices.renew(item, self._machine(parts.ambient))
+            self._fixture_devices.renew(item, self._machine(parts.ambient), measured=False)
             if parts.ambient is not None:
                 parts.ambient.begin_unmeasured()
 
@@ -133,7 +133,9 @@ class TestLifecycle:
             if self._parts.results.any_marked:
                 device = self.current.device if self.current else self._parts.ambient
                 machine = self._machine(device)
-                contexts.enter_context(self._fixture_devices.setting_up(fixture, machine))
+                metered = self.current is not None
+                recorded = self._fixture_devices.setting_up(fixture, machine, metered=metered)
+                contexts.enter_context(recorded)
                 if device is not None:
                     contexts.enter_context(device.setting_up(fixture))
             if self.current:

@@ -3,7 +3,8 @@
 An unmarked test may set up a module's fixture without a GPU, and a marked test with a simulated GPU
 may then request it; or two tests with different GPU models may. The value would belong to the
 wrong device, and numbers would depend on the order of tests. So a shared fixture that depends on
-the device is set up again for a test on another device.
+the device is set up again for a test on another device; and one that has allocated there in a test
+that is not measured, for the first one that is: its bytes belong to that test.
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ class _Origin:
     """The device of the set-up; ``None`` for the machine as it is."""
     depends_on_device: bool = False
     """Whether the set-up called torch's functions on CUDA devices, or made process groups."""
+    is_unmetered: bool = False
+    """Whether the set-up allocated on a device, in a test that is not measured."""
 
 
 class FixtureDevices:
@@ -141,7 +144,9 @@ class FixtureDevices:
         self._origins: dict[FixtureDef[Any], _Origin] = {}
 
     @contextmanager
-    def setting_up(self, fixture: FixtureDef[Any], device: Device | None) -> Iterator[None]:
+    def setting_up(
+        self, fixture: FixtureDef[Any], device: Device | None, *, metered: bool
+    ) -> Iterator[None]:
         """Record that ``fixture`` is set up inside, for a test on ``device``."""
         if fixture.scope == "function":
             yield
@@ -153,29 +158,41 @@ class FixtureDevices:
             origin.depends_on_device = True
             return function()
 
-        with pytest.MonkeyPatch.context() as patches:
-            for name in _DEVICE_FUNCTIONS if cuda else ():
-                patches.setattr(cuda, name, partial(record_call, getattr(cuda, name)))
-            groups = _process_groups()
-            try:
+        groups, allocated = _process_groups(), _bytes_ever_allocated()
+        try:
+            with pytest.MonkeyPatch.context() as patches:
+                for name in _DEVICE_FUNCTIONS if cuda else ():
+                    patches.setattr(cuda, name, partial(record_call, getattr(cuda, name)))
                 yield
-            finally:
-                origin.depends_on_device |= _process_groups() != groups
+        finally:
+            origin.depends_on_device |= _process_groups() != groups
+            origin.is_unmetered = not metered and _bytes_ever_allocated() != allocated
 
     def forget(self, fixture: FixtureDef[Any]) -> None:
         """Drop a fixture that has been torn down."""
         self._origins.pop(fixture, None)
 
-    def renew(self, item: pytest.Item, device: Device | None) -> None:
-        """Tear down fixtures that ``item`` shares with earlier tests of another device."""
+    def renew(self, item: pytest.Item, device: Device | None, *, measured: bool) -> None:
+        """Tear down fixtures that ``item`` shares with earlier tests of another device.
+
+        And those that are not metered, for a test that is ``measured``.
+        """
         info = getattr(item, "_fixtureinfo", None)
         definitions = info.name2fixturedefs.values() if info else ()
         for fixture in self._origins.keys() & {one for same in definitions for one in same}:
             origin = self._origins.get(fixture)  # finishing one finishes those that depend on it
-            if origin is None or origin.device is device or fixture.cached_result is None:
+            if origin is None or fixture.cached_result is None:
+                continue
+            unmetered = measured and origin.is_unmetered
+            if origin.device is device and not unmetered:
                 continue
             failed = fixture.cached_result[2] is not None
-            if failed or origin.depends_on_device or _depends_on_device(fixture.cached_result[0]):
+            if (
+                failed
+                or unmetered
+                or origin.depends_on_device
+                or _depends_on_device(fixture.cached_result[0])
+            ):
                 with origin.device.active() if origin.device else nullcontext():
                     fixture.finish(item._request)  # type: ignore[attr-defined]  # as pytest itself
 
@@ -184,6 +201,14 @@ def _process_groups() -> int:
     """Return the number of process groups: each simulated machine has its own."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     return len(c10d._world.pg_map) if c10d else 0
+
+
+def _bytes_ever_allocated() -> int:
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return 0
+    found = map(cuda.memory_stats, range(cuda.device_count()))
+    return sum(stats.get("allocated_bytes.all.allocated", 0) for stats in found)
 
 
 def _depends_on_device(value: Any) -> bool:

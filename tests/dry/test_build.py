@@ -122,6 +122,16 @@ def test_without_a_compiler_the_package_is_named(monkeypatch: pytest.MonkeyPatch
         built_for_installed()
 
 
+def test_a_cache_that_cannot_be_looked_into_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Permissions do not stop root; a name that is too long raises an error like theirs.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / ("x" * 300)))
+
+    with pytest.raises(DryError, match=r"cannot be written to .*: set XDG_CACHE_HOME"):
+        built_for_installed()
+
+
 @needs_compiler
 def test_what_the_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "broken"

@@ -283,6 +283,29 @@ def test_a_shared_fixture_of_an_unmarked_test_is_set_up_again_on_the_gpu(project
     assert project.report(plain, marked)[marked]["measurement"]["peak_allocated"] == 5_120
 
 
+def test_a_shared_fixture_is_charged_after_an_unmarked_test_has_set_it_up(
+    project: Project,
+) -> None:
+    project.write(
+        test_mixed="""
+        @pytest.fixture(scope="session")
+        def weight():
+            return torch.empty(1024, device="cuda")
+
+        def test_plain(weight):
+            assert weight.is_cuda
+
+        @pytest.mark.gpumem
+        def test_marked(weight):
+            torch.empty(512, dtype=torch.uint8, device="cuda")
+        """
+    )
+    plain, marked = "test_mixed.py::test_plain", "test_mixed.py::test_marked"
+    for order in ([marked], [plain, marked]):
+        tests = project.report("--gpumem-sim-scope=session", *order)
+        assert tests[marked]["measurement"]["peak_allocated"] == 4_096 + 512
+
+
 def test_a_shared_fixture_is_set_up_again_on_each_gpu_model(project: Project) -> None:
     project.write(
         test_models="""
