@@ -6,7 +6,7 @@ A test's numbers must not depend on other tests. Settings made by fixtures stay.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -47,16 +47,11 @@ def _torch_restored(torch: Any) -> Iterator[None]:
     leave = torch.autocast_decrement_nesting
     leave()
     cuda, functions = torch.cuda, {name: getattr(torch.cuda, name) for name in _MEASURES_WITH}
-    set_device, set_share = cuda.set_device, cuda.set_per_process_memory_fraction
-    share_of = cuda.get_per_process_memory_fraction
-    current = cuda.current_device() if (shares := _memory_shares(cuda)) else None
+    set_device, current = cuda.set_device, cuda.current_device() if cuda.is_initialized() else None
     try:
         yield
     finally:
         vars(cuda).update(functions)
-        for index, share in shares.items():
-            if share_of(index) != share:  # errors of the allocator name a share that was ever set
-                set_share(share, index)
         if current is not None:
             set_device(current)
         if _default_device(torch) != device:
@@ -72,10 +67,25 @@ def _torch_restored(torch: Any) -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
-def _memory_shares(cuda: Any) -> dict[int, float]:
-    """Return what the process may reserve of each device; does not initialise CUDA."""
+def memory_fractions_kept() -> Callable[[], None]:
+    """Return a function that restores the fractions that the process may now reserve of devices.
+
+    It is called after a failure was explained, which names the fraction that a body has set.
+    """
+    cuda = sys.modules["torch"].cuda
+    fraction_of, set_fraction = (
+        cuda.get_per_process_memory_fraction,
+        cuda.set_per_process_memory_fraction,
+    )
     devices = range(cuda.device_count()) if cuda.is_initialized() else ()
-    return {index: cuda.get_per_process_memory_fraction(index) for index in devices}
+    kept = {index: fraction_of(index) for index in devices}
+
+    def restore() -> None:
+        for index, fraction in kept.items():
+            if fraction_of(index) != fraction:  # the allocator's errors name one that was ever set
+                set_fraction(fraction, index)
+
+    return restore
 
 
 def _default_device(torch: Any) -> Any:

@@ -25,7 +25,7 @@ from pytest_gpumem.options import Settings
 from pytest_gpumem.prediction.closed_forms import Expected
 from pytest_gpumem.session import used_fixtures
 from pytest_gpumem.session.hooks import Hooks
-from pytest_gpumem.session.restored import process_restored
+from pytest_gpumem.session.restored import memory_fractions_kept, process_restored
 from pytest_gpumem.sharing.admission import FailedAllocation, FailureCause, cause_of
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 from pytest_gpumem.values.prediction import PredictedTest
@@ -162,6 +162,7 @@ class TestRun:
                     self._meter.watching(),
                     used_fixtures.call_after_getfixturevalue(self.item, self._repeat_set_ups),
                 ):
+                    self._resources.callback(memory_fractions_kept())
                     device.restart_collector()
                     with process_restored():
                         yield
