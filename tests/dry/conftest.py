@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,12 @@ import json, os, sys
 import torch
 
 for line in sys.stdin:
-    output, program, variables = json.loads(line)
+    *files, program, variables = json.loads(line)
     process = os.fork()
     if process == 0:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for stream in 1, 2:
-            os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
+        for stream, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
         os.environ.update(variables)
         code = 1
         try:
@@ -78,13 +79,12 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         def run_in_fork(code: str, gpu: str = DEFAULT, **variables: str) -> Any:
             if variables:
                 return run(code, gpu, **variables)
-            output = folder / f"{len(list(folder.iterdir()))}.txt"
-            request = json.dumps([str(output), _program(code), environment(gpu)])
+            written, errors = Path(tempfile.mkdtemp(dir=folder), "written"), folder / "errors"
+            request = json.dumps([str(written), str(errors), _program(code), environment(gpu)])
             print(request, file=requests, flush=True)
             status = int(replies.readline())
-            written = output.read_text()
-            assert status == 0, written
-            return json.loads(written.splitlines()[-1])
+            assert status == 0, errors.read_text()
+            return json.loads(written.read_text().splitlines()[-1])
 
         yield run_in_fork
         requests.close()
