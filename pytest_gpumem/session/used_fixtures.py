@@ -158,7 +158,7 @@ class FixtureDevices:
             origin.depends_on_device = True
             return function()
 
-        groups, allocated = _process_groups(), _bytes_ever_allocated()
+        groups, allocated = _process_groups(), 0 if metered else _bytes_ever_allocated()
         try:
             with pytest.MonkeyPatch.context() as patches:
                 for name in _DEVICE_FUNCTIONS if cuda else ():
@@ -205,7 +205,8 @@ def _process_groups() -> int:
 
 def _bytes_ever_allocated() -> int:
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is None or not cuda.is_initialized():
+    # A user's own allocator has no statistics.
+    if not (cuda and cuda.is_initialized()) or cuda.get_allocator_backend() == "pluggable":
         return 0
     found = map(cuda.memory_stats, range(cuda.device_count()))
     return sum(stats.get("allocated_bytes.all.allocated", 0) for stats in found)

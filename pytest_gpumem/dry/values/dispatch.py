@@ -86,6 +86,11 @@ def _start_followed(thread: threading.Thread) -> None:
     _start(thread)
 
 
+def is_followed() -> bool:
+    """Return whether the operators of this thread are followed at the moment."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(KEY))
+
+
 def not_followed() -> AbstractContextManager[None]:
     """Return a context in which operators are not followed."""
     guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_SET)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -171,17 +171,14 @@ class Follower:
             self._memory.end()
             self._depth -= 1
 
-    @contextmanager
-    def following(self, *, of_torch: bool = False) -> Iterator[None]:
-        """Follow operators inside, even if those of the test are not followed.
+    def following(self, *, of_torch: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which operators are followed, even if those of the test are not.
 
-        With ``of_torch`` this starts faster, but may leave out other libraries' operators.
+        With ``of_torch`` it starts faster, but may leave out other libraries' operators.
         """
-        if self._follows:
-            yield
-            return
-        with follow_operators(self._execution, of_torch=of_torch), self.reads.results_up_to_date():
-            yield
+        return (
+            nullcontext() if self._follows else follow_operators(self._execution, of_torch=of_torch)
+        )
 
     def begin(self) -> None:
         """Begin a test."""

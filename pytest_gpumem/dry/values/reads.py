@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from pytest_gpumem.dry.values.dispatch import is_followed
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
@@ -56,8 +57,6 @@ class ThreadReads(threading.local):
     """Above zero inside :meth:`Reads.expected`, whose caller checks whether the value was known."""
     unknown = 0
     """Number of reads of unknown values."""
-    followed = 0
-    """Above zero inside :meth:`Reads.results_up_to_date`."""
 
 
 class _UnknownError(UnknownValueError):
@@ -160,15 +159,6 @@ class Reads:
             yield
         finally:
             self.thread.expected -= 1
-
-    @contextmanager
-    def results_up_to_date(self) -> Iterator[None]:
-        """Treat computed results of operators as up to date inside, where they are followed."""
-        self.thread.followed += 1
-        try:
-            yield
-        finally:
-            self.thread.followed -= 1
 
     def unknown_read(self, size: int) -> type[BaseException] | None:
         """Handle a read of ``size`` unknown bytes; return the error that the thread is to raise."""
@@ -304,7 +294,7 @@ class Reads:
         """
         if self._followed or not tensor.is_cuda:
             return False
-        if self.thread.followed and self._values.has_result(tensor):
+        if is_followed() and self._values.has_result(tensor):
             return False
         return tensor.is_inference() or tensor._version > 0
 
