@@ -11,11 +11,18 @@ META = torch.device("meta")
 CPU = torch.device("cpu")
 
 empty = torch.empty
+empty_like = torch.empty_like
 empty_permuted = torch.empty_permuted
 empty_strided = torch.empty_strided
 as_strided = torch.as_strided
 """Torch's own functions: during a simulation its names watch for tensors that the user makes on
 ``meta``."""
+
+
+def unbacked(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a contiguous tensor of ``shape`` and the type of ``like``, without memory."""
+    return empty(shape, dtype=like.dtype, device=META)
+
 
 _getters: dict[str, Any] = dict(vars(torch._C.TensorBase))
 _modes_enabled = torch._C._is_torch_function_mode_enabled

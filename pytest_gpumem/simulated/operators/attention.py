@@ -266,9 +266,11 @@ def efficient_backward(
         delta = scratch.take(rows * 4)
     else:
         products = [scratch.take(grad_out_.numel() * 4) for _ in range(3 if half else 1)]
-        sums = scratch.take(rows * 4)
-        delta = scratch.take(rows * 4)
-        scratch.drop(sums, *reversed(products))
+        delta = sums = scratch.take(rows * 4)
+        if heads > 1 and length > 1:  # else the transposed sums are contiguous as they are
+            delta = scratch.take(rows * 4)
+            scratch.drop(sums)
+        scratch.drop(*reversed(products))
     sequences, queries, keys = lengths or (batch, length, key.shape[2])
     staged = sizes if half and not in_registers else None
     blocks = block, keys_block

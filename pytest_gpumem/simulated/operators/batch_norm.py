@@ -114,23 +114,28 @@ def _stage(gpu: GPU, input: Tensor, values: int) -> None:
         borrow(gpu, values * channels * rows * _accumulated_bytes(input), 4 * columns)
 
 
+def _layout(tensor: Tensor) -> torch.memory_format | None:
+    """Return batch_norm_choose_impl, ``None`` if general; channels last is known of images only."""
+    if tensor.numel() > INDEXABLE:
+        return None
+    if tensor.is_contiguous():
+        return torch.channels_last if tensor.stride(1) == 1 else torch.contiguous_format
+    return torch.channels_last if tensor.dim() == 4 and _is_channels_last(tensor) else None
+
+
 def _batch_norm_forward(
     gpu: GPU, input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool
 ) -> None:
-    # batch_norm_choose_impl, which knows the layout of images only
-    is_contiguous = input.is_contiguous()
-    is_image = input.dim() == 4 and _is_channels_last(input)
-    are_channels_last = input.stride(1) == 1 if is_contiguous else is_image
-    is_general = input.numel() > INDEXABLE or not (is_contiguous or are_channels_last)
-    if training and is_general:
+    layout = _layout(input)
+    if training and layout is None:
         # make_reduction: of 16 bits only float16 is read as it is into two results.
         is_converted = input.dtype == torch.bfloat16
         kept = [dim for dim in range(input.dim()) if dim != 1]
         with Scratch(gpu, input.numel() * _accumulated_bytes(input) if is_converted else 0):
             reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS)
-    elif training and are_channels_last:
+    elif training and layout is torch.channels_last:
         _stage(gpu, input, _MOMENTS)
-    if is_general:
+    if layout is None:
         borrow(gpu, *[_accumulated_bytes(input) for given in (weight, bias) if given is None])
 
 
@@ -138,6 +143,7 @@ def _batch_norm_backward(
     gpu: GPU,
     grad_out: Tensor,
     input: Tensor,
+    weight: Tensor | None,
     save_mean: Tensor | None,
     train: bool,
     output_mask: Sequence[bool],
@@ -159,6 +165,10 @@ def _batch_norm_backward(
         if _reads_channels_last(grad_out) and _reads_channels_last(input):
             _stage(gpu, input, _SUMS)
     if by_input and result[0] is not None:
+        # batch_norm_elementwise_backward_train: the general kernel reads a weight.
+        is_general = _layout(input) is None or _layout(input) is not _layout(grad_out)
+        if train and weight is None and is_general:
+            scratch.take(_accumulated_bytes(input))
         yield result[0]
 
 
@@ -184,7 +194,9 @@ def _update_backward(
     """Return the outputs of _new_batch_norm_backward_cuda, in order."""
     if _by_cudnn(gpu, input, weight, weight, running_mean, running_var, update):
         return [gradient for gradient in result if gradient is not None]
-    return _batch_norm_backward(gpu, grad_out, input, save_mean, update, output_mask, result)
+    return _batch_norm_backward(
+        gpu, grad_out, input, weight, save_mean, update, output_mask, result
+    )
 
 
 def _merges(gradient: Tensor) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
@@ -117,7 +118,7 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
         return
     scratch = Scratch(gpu, nbytes)
     positions = scratch.take(count * INDEX_BYTES)
-    sort_slices(gpu, indices.new_empty(count, device="meta"), 0, (1,))
+    sort_slices(gpu, raw.unbacked(indices, (count,)), 0, (1,))
     scratch.drop(positions)
     scratch.take(nbytes, INDEX_BYTES)
     borrow(gpu, cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))

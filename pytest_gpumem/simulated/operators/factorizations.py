@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
 from pytest_gpumem.simulated.operators.libraries import leave_out, solve_with
@@ -167,7 +168,7 @@ def _made_of_reflections(gpu: GPU, operator: str, Q: Tensor, reflections: int) -
 
 def _orthogonal(gpu: GPU, A: Tensor, mode: str, result: tuple[Tensor, Tensor]) -> None:
     rows, columns = A.shape[-2:]
-    scales = A.new_empty((*A.shape[:-2], min(rows, columns)), device="meta")
+    scales = raw.unbacked(A, (*A.shape[:-2], min(rows, columns)))
     scratch = Scratch(gpu, scales.nbytes)
     # The input is overwritten in the larger result.
     if mode == "r" and rows > columns:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.cusolver import workspace_bytes
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
@@ -72,7 +73,7 @@ def _transformed(
     transformed = [strides[dim] for dim in dims]
     # From more values to fewer, the library counts the longer side.
     counted = [max(sizes[dim], made[0][dim]) for dim in dims]
-    is_half = dtype in (torch.float16, torch.complex32)
+    is_half = dtype in (torch.float16, torch.complex32, torch.bfloat16)
     if is_half and any(size & (size - 1) for size in counted):
         raise RuntimeError(
             "cuFFT only supports dimensions whose sizes are powers of two when computing in half "
@@ -169,7 +170,7 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 def _empty(layout: _Layout, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(*layout, dtype=dtype, device="meta")
+    return raw.empty_strided(*layout, dtype=dtype, device=raw.META)
 
 
 def _is_at_once(dim: Sequence[int]) -> bool:
@@ -184,7 +185,7 @@ def _complex(gpu: GPU, self: Tensor, dim: Sequence[int]) -> None:
 
 def _complex_shape(self: Tensor, dim: Sequence[int]) -> Tensor:
     if not dim:
-        return torch.empty_like(self, device="meta")
+        return raw.empty_like(self, device=raw.META)
     return _empty(_all_made(_layout(self), dim), self.dtype)
 
 
@@ -193,32 +194,64 @@ def _promoted(self: Tensor) -> torch.dtype:
     return torch.float32 if self.dtype is torch.bfloat16 else self.dtype
 
 
-def _as_promoted(gpu: GPU, self: Tensor) -> Scratch:
-    dtype = _promoted(self)
-    return Scratch(gpu, self.numel() * dtype.itemsize if dtype is not self.dtype else 0)
+def _is_native(gpu: GPU, self: Tensor, dim: Sequence[int]) -> bool:
+    """Return whether cuFFT reads bfloat16 itself: at once, and sizes that are powers of two."""
+    return (
+        self.dtype is torch.bfloat16
+        and gpu.model.compute_capability >= (8, 0)
+        and _is_at_once(dim)
+        and all(self.shape[each].bit_count() == 1 for each in dim)
+    )
+
+
+def _before_complex(gpu: GPU, self: Tensor, dim: Sequence[int], onesided: bool) -> Scratch:
+    if not _is_native(gpu, self, dim):
+        dtype = _promoted(self)
+        return Scratch(gpu, self.numel() * dtype.itemsize if dtype is not self.dtype else 0)
+    # Complex values of 16 bits, then of 32, then those of both sides.
+    last = self.shape[dim[-1]]
+    half = last // 2 + 1
+    values = self.numel() // last * half
+    scratch = Scratch(gpu, values * torch.complex32.itemsize, _aligned_bytes(self))
+    _transformed(gpu, _layout(self), _at_once(self, dim), self.dtype, half)
+    scratch.take(0 if onesided or half == last else values * torch.complex64.itemsize)
+    return scratch
+
+
+def _aligned_bytes(self: Tensor) -> int:
+    """Return the bytes of a copy: a pair of real values has to be aligned as a complex one."""
+    return self.nbytes if self.storage_offset() % 2 else 0
+
+
+def _at_once(self: Tensor, dim: Sequence[int]) -> list[int]:
+    return [*_by_strides(_layout(self), dim[:-1]), dim[-1]]
 
 
 def _to_complex(gpu: GPU, self: Tensor, dim: Sequence[int], result: Tensor) -> None:
     leave_out(gpu, "rfft", "cuFFT")
+    if _is_native(gpu, self, dim):
+        return
     layout, dtype = _layout(self), _promoted(self)
     half = self.shape[dim[-1]] // 2 + 1
-    # A pair of real values has to be aligned as a complex one.
-    is_odd = self.storage_offset() % 2 and dtype is self.dtype
-    with Scratch(gpu, self.nbytes if is_odd else 0) as scratch:
+    with Scratch(gpu) as scratch:
+        copy = scratch.take(_aligned_bytes(self) if dtype is self.dtype else 0)
         if _is_at_once(dim):
-            _transformed(gpu, layout, [*_by_strides(layout, dim[:-1]), dim[-1]], dtype, half)
+            _transformed(gpu, layout, _at_once(self, dim), dtype, half)
         else:
             layout = _transformed(gpu, layout, dim[-1:], dtype, half)
             scratch.take(result.nbytes)
+            scratch.drop(copy)
             _between(gpu, layout, dim[:-1], result.dtype, is_given=False)
 
 
-def _to_complex_shape(self: Tensor, dim: Sequence[int], onesided: bool) -> Tensor:
+def _to_complex_shape(gpu: GPU, self: Tensor, dim: Sequence[int], onesided: bool) -> Tensor:
     layout = _layout(self)
     last = self.shape[dim[-1]]
+    if _is_native(gpu, self, dim) and not onesided and last > last // 2 + 1:
+        return raw.empty(self.shape, dtype=torch.complex64, device=raw.META)
     last = last // 2 + 1 if onesided else last
     if _is_at_once(dim):
-        layout = _made(layout, [*_by_strides(layout, dim[:-1]), dim[-1]], last)
+        layout = _made(layout, _at_once(self, dim), last)
     else:
         layout = _all_made(_made(layout, dim[-1:], last), dim[:-1])
     return _empty(layout, _promoted(self).to_complex())
@@ -227,7 +260,7 @@ def _to_complex_shape(self: Tensor, dim: Sequence[int], onesided: bool) -> Tenso
 def _before_real(self: Tensor, dim: Sequence[int]) -> _Layout:
     """Return the layout of the copy, which the library overwrites, or of complex values before."""
     if _is_at_once(dim) or len(dim) < 2:
-        return _layout(self.new_empty(self.shape, device="meta"))
+        return _layout(raw.unbacked(self, self.shape))
     return _all_made(_layout(self), dim[:-1])
 
 
@@ -248,7 +281,7 @@ def _to_real_shape(self: Tensor, dim: Sequence[int], last_dim_size: int) -> Tens
 
 RULES = {
     "_fft_c2c": Rule(shapes=_complex_shape, after=_complex),
-    "_fft_r2c": Rule(before=_as_promoted, shapes=_to_complex_shape, after=_to_complex),
+    "_fft_r2c": Rule(before=_before_complex, shapes=_to_complex_shape, after=_to_complex),
     "_fft_c2r": Rule(shapes=_to_real_shape, after=_to_real),
 }
 """Layouts of results are the library's; torch's own kernels for shapes have others in 2.6."""

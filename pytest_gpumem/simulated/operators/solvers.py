@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.factorizations import (
     CODE,
@@ -112,7 +113,7 @@ def _by_factors(
         is_given = count_of(LU) == count_of(solved)
         every = count_of(solved) * rows
         scratch.take(*[] if is_given else [every * rows * LU.itemsize, every * CODE])
-        solve(gpu, LU.new_empty((*solved.shape[:-2], rows, rows), device="meta"), solved)
+        solve(gpu, raw.unbacked(LU, (*solved.shape[:-2], rows, rows)), solved)
 
 
 def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> None:
@@ -143,7 +144,7 @@ def _inverted(gpu: GPU, A: Tensor) -> None:
         return
     with Scratch(gpu, A.nbytes, count_of(A) * A.shape[-1] * CODE):
         factorize(gpu, A, "linalg_inv_ex")
-        made = A.new_empty(A.mT.shape, device="meta").mT
+        made = raw.unbacked(A, A.mT.shape).mT
         _by_factors(gpu, made, made, adjoint=_is_turned(gpu, A))
 
 
@@ -151,9 +152,9 @@ def _solved(gpu: GPU, A: Tensor, B: Tensor, left: bool) -> None:
     factorize(gpu, A, "linalg_solve_ex")
     sides = _right_sides(A, B)
     batch = torch.broadcast_shapes(A.shape[:-2], sides.shape[:-2])
-    solution = sides.new_empty((*batch, *sides.shape[-2:]), device="meta")
+    solution = raw.unbacked(sides, (*batch, *sides.shape[-2:]))
     # Vectors are copied into matrices of one column.
-    factors = A.new_empty(A.mT.shape, device="meta").mT
+    factors = raw.unbacked(A, A.mT.shape).mT
     with Scratch(gpu, solution.nbytes if sides is not B else 0):
         _by_factors(gpu, factors, solution, left=left, adjoint=_is_turned(gpu, A))
 
@@ -186,7 +187,7 @@ def _cholesky_inverted(gpu: GPU, self: Tensor, upper: bool) -> None:
     leave_out(gpu, "cholesky_inverse")
     with Scratch(gpu, self.nbytes):
         if gpu.version >= _BY_TRIANGLES:
-            copy = self.new_empty(self.mT.shape, device="meta").mT
+            copy = raw.unbacked(self, self.mT.shape).mT
             _by_root(gpu, copy, copy, upper=upper)
         elif count_of(self) == 1:
             borrow(gpu, CODE)
@@ -223,7 +224,7 @@ def _made(self: Tensor, sides: Tensor) -> Tensor:
     """Return room for right sides and solutions, whichever has more rows, by columns."""
     batch = torch.broadcast_shapes(self.shape[:-2], sides.shape[:-2])
     shape = (*batch, sides.shape[-1], max(self.shape[-2:]))
-    return self.new_empty(shape, device="meta").mT
+    return raw.unbacked(self, shape).mT
 
 
 def _fit(self: Tensor, b: Tensor, driver: str | None) -> _Fit:
@@ -239,11 +240,11 @@ def _fit(self: Tensor, b: Tensor, driver: str | None) -> _Fit:
     rows, columns = self.shape[-2:]
     made = _made(self, sides)
     solution = made.narrow(-2, 0, columns)
-    residuals = made.real[..., 0, :] if rows > columns else made.real.new_empty(0)
-    nothing = made.real.new_empty(0)
+    nothing = raw.unbacked(made.real, (0,))
+    residuals = made.real[..., 0, :] if rows > columns else nothing
     return (
         solution.squeeze(-1) if sides is not b else solution,
-        torch.empty_like(residuals, memory_format=torch.contiguous_format),
+        raw.unbacked(residuals, residuals.shape),
         nothing.long(),
         nothing,
     )
@@ -261,7 +262,7 @@ def _least_squares(gpu: GPU, self: Tensor, b: Tensor, result: _Fit) -> Iterator[
     yield solution
     copy = Scratch(gpu, self.nbytes)
     if self.numel() and sides.numel():
-        given = self.new_empty(self.mT.shape, device="meta").mT
+        given = raw.unbacked(self, self.mT.shape).mT
         if columns <= rows <= 256 and count_of(made) >= max(2, rows // 16):
             every = _expanded(given, made)
             with Scratch(gpu, every.nbytes):
@@ -280,11 +281,11 @@ def _least_squares(gpu: GPU, self: Tensor, b: Tensor, result: _Fit) -> Iterator[
 
 def _by_reflections(gpu: GPU, A: Tensor, made: Tensor) -> None:
     """Allocate for linalg_lstsq_gels: Q times the right sides and then R, or the reverse."""
-    scales = A.new_empty((*A.shape[:-2], min(A.shape[-2:])))
+    scales = raw.unbacked(A, (*A.shape[:-2], min(A.shape[-2:])))
     scratch = Scratch(gpu, scales.nbytes)
     is_tall = A.shape[-2] >= A.shape[-1]
     scratch.take(0 if is_tall else A.nbytes)
-    reflected = A if is_tall else A.new_empty(A.shape).mT
+    reflected = A if is_tall else raw.unbacked(A, A.shape).mT
     reflect(gpu, reflected, scales, "linalg_lstsq")
     every = _expanded(reflected, made)
     is_copied = not is_by_columns(every)

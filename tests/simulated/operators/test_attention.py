@@ -143,6 +143,19 @@ def test_the_efficient_backward_has_the_recorded_events(on: Any) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("heads", "length"), [(1, 500), (32, 1)])
+def test_sums_of_one_head_or_one_query_need_no_copy(on: Any, heads: int, length: int) -> None:
+    # (grad_out * out).sum(-1).transpose(-2, -1).contiguous() of attention_backward.cu
+    gpu = on()
+    q, k, v = inputs(torch.float32, length=length, heads=heads)
+    output = attend(q, k, v)
+    gradient = torch.ones_like(output)
+    events = gpu.of(lambda: output.backward(gradient))
+    matrix, sums = q.nbytes, q.nbytes // 64
+    assert events[:6] == [matrix, matrix, matrix, matrix, sums, -matrix]
+    assert events[7] == -sums
+
+
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="varlen_attn is newer")
 def test_packed_sequences_are_128_rows_apart_in_flash_backward(on: Any) -> None:
     from torch.nn.attention.varlen import varlen_attn

@@ -61,6 +61,13 @@ def test_fft_of_more_than_three_dims_alternates_two_results(on: Any) -> None:
     assert gpu.of(lambda: torch.fft.fftn(x, dim=(1, 2, 3))) == [whole]
 
 
+def test_an_aligned_copy_is_freed_before_further_dims_are_transformed(on: Any) -> None:
+    gpu = on()
+    x = torch.zeros(2 * 3 * 4 * 8 + 1, device="cuda")[1:].view(2, 3, 4, 8)
+    copy, half = 2 * 3 * 4 * 8 * 4, 2 * 3 * 4 * 5 * 8
+    assert gpu.of(lambda: torch.fft.rfftn(x)) == [half, copy, half, -copy, -half]
+
+
 @pytest.mark.parametrize("version", ["2.6", "2.15"])
 def test_batches_of_a_result_lie_in_the_order_of_the_inputs(on: Any, version: str) -> None:
     on("A100-40GB", version)
@@ -82,11 +89,29 @@ def test_halves_are_read_without_strides_and_in_powers_of_two(on: Any) -> None:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="torch 2.15 takes bfloat16")
-def test_bfloat16_is_transformed_as_float32(on: Any) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "sizes"),
+    [("T4", (5, 8)), ("A100-40GB", (5, 12))],
+    ids=["before 8.0", "not a power of two"],
+)
+def test_bfloat16_is_transformed_as_float32(on: Any, gpu: str, sizes: tuple[int, int]) -> None:
+    watched = on(gpu, "2.15")
+    given = torch.zeros(sizes, dtype=torch.bfloat16, device="cuda")
+    copy, spectrum = 5 * sizes[1] * 4, 5 * (sizes[1] // 2 + 1) * 8
+    assert watched.of(lambda: torch.fft.rfft(given)) == [copy, spectrum, -copy]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch 2.15 takes bfloat16")
+def test_bfloat16_of_powers_of_two_is_transformed_to_complex_halves(on: Any) -> None:
+    # _fft_r2c_cufft: complex values of bfloat16, converted to complex64, then both sides.
     gpu = on("A100-40GB", "2.15")
     given = torch.zeros(5, 8, dtype=torch.bfloat16, device="cuda")
-    copy, spectrum = 5 * 8 * 4, 5 * 5 * 8
-    assert gpu.of(lambda: torch.fft.rfft(given)) == [copy, spectrum, -copy]
+    halves, spectrum, whole = 5 * 5 * 4, 5 * 5 * 8, 5 * 8 * 8
+    assert gpu.of(lambda: torch.fft.rfft(given)) == [halves, spectrum, -halves]
+    assert gpu.of(lambda: torch.fft.fft(given)) == [halves, spectrum, whole, -spectrum, -halves]
+    odd = torch.zeros(65, dtype=torch.bfloat16, device="cuda")[1:]
+    # Two real values are aligned as a complex one.
+    assert gpu.of(lambda: torch.fft.rfft(odd)) == [33 * 4, 64 * 2, 33 * 8, -64 * 2, -33 * 4]
 
 
 def test_unknown_workspaces_are_noted() -> None:

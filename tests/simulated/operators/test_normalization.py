@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from pytest_gpumem import simulate
 
@@ -80,6 +81,20 @@ def test_batch_norm_of_many_rows_has_staging_buffers(on: Any) -> None:
     events = gpu.of(lambda: result.backward(gradient))
     assert events[:8] == [256, 256, 256, 256, *staged, -8, -staged[0]]
     assert events[8:11] == [output, -256, -256]
+
+
+def test_the_general_backward_of_batch_norm_makes_a_missing_weight(on: Any) -> None:
+    # batch_norm_elementwise_backward_train: scalar_tensor(1), where layouts differ.
+    gpu = on()
+    x = torch.randn(33, 100, device="cuda", requires_grad=True)
+    output, sums = 33 * 100 * 4, [400, 400]
+    for weight, taken in ((None, [4]), (torch.ones(100, device="cuda"), [])):
+        result = functional.batch_norm(x, None, None, weight, training=True)
+        expanded = torch.ones((), device="cuda").expand(33, 100)
+        events = gpu.of(lambda result=result, given=expanded: result.backward(given))
+        freed = [-size for size in reversed([*sums, *taken])]
+        assert [*sums, *taken, output, *freed] == events[: 5 + 2 * len(taken)]
+        x.grad = None
 
 
 def test_batch_norm_of_few_rows_has_no_staging_buffers(on: Any) -> None:
