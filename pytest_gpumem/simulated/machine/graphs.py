@@ -214,7 +214,7 @@ class Graph:
             self._drawn.add(self.use_random_state(gpu, generator))
 
     def use_random_state(self, gpu: GpuState, generator: torch.Generator | None) -> object:
-        """Run ``get_capture_state`` of a generator, which since 2.14 makes what it does not find."""
+        """Run ``get_capture_state`` of a generator, which since 2.14 makes what it misses."""
         state = state_of(generator, gpu)
         if gpu.version >= LAZY_RNG and state not in self._random:
             self._random[state] = state_tensors(gpu, 0)
