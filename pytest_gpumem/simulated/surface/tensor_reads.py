@@ -40,7 +40,7 @@ _Truth = bool
 """The type; in the class below ``bool`` is a method."""
 
 
-_SEQUENCES = frozenset({list, tuple, range})
+_SEQUENCES: frozenset[Any] = frozenset({list, tuple, range})
 
 
 def _leaves(sequence: Any) -> Iterator[Any]:
