@@ -6,7 +6,7 @@ A generator of the CPU draws the numbers. Source: aten/src/ATen/cuda/CUDAGenerat
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,15 +14,12 @@ import torch
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.streams import Capture
-
 _by_address: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """The CUDA generators, by the address of their C++ object."""
 
 
 def generator_type(
-    real: type[torch.Generator], captured: Callable[[], Capture | None]
+    real: type[torch.Generator], captured: Callable[[], Any]
 ) -> Callable[..., torch.Generator]:
     """Return ``torch.Generator``, whose CUDA generators have states as long as a GPU's.
 
