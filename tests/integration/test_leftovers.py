@@ -214,3 +214,60 @@ def test_unmeasured_tests_keep_nothing_but_recorded_properties(project: Project)
     )
 
     project.run("--gpumem-sim-scope=session").assert_outcomes(passed=3)
+
+
+def test_what_is_logged_stays_as_text(project: Project) -> None:
+    project.write(
+        test_it="""
+    import logging
+
+    log = logging.getLogger(__name__)
+
+    def doubled(x):
+        y = x * 2
+        try:
+            raise KeyError("no such backend")
+        except KeyError as error:
+            log.warning("fell back: %s", error)
+            log.exception("failed")
+        log.error("it calls %s", lambda: x)
+        return y[:1].clone()
+
+    @pytest.fixture
+    def halves():
+        half = torch.ones(2**20, device="cuda")
+        doubled(half)
+        return half.half()
+
+    @pytest.mark.gpumem(max_leak=0)
+    def test_logs(halves):
+        doubled(halves)
+        torch.ones(2**20, device="cuda")
+
+    @pytest.mark.gpumem
+    def test_reads(caplog):
+        doubled(torch.ones(1, device="cuda"))
+        assert isinstance(caplog.records[0].args[0], KeyError)
+        assert caplog.records[1].exc_info[0] is KeyError
+
+    @pytest.mark.gpumem
+    def test_reads_later(request):
+        doubled(torch.ones(1, device="cuda"))
+        caplog = request.getfixturevalue("caplog")
+        assert caplog.messages[0] == "fell back: 'no such backend'"
+        assert "KeyError" in caplog.text
+    """
+    )
+
+    report = project.report(use=("logging",))
+
+    logs = report["test_it.py::test_logs"]["measurement"]
+    phases = logs["phases"]
+    # In float32: x, y and a clone of one number; then halves, and y of these.
+    assert phases["setup"]["peak_allocated"] == 2 * 4 * 2**20 + 512
+    assert phases["setup"]["allocated_after"] == 2 * 2**20
+    assert (phases["call"]["peak_allocated"], logs["leaked"]) == (6 * 2**20, 0)
+    assert [report[f"test_it.py::test_{name}"]["outcome"] for name in ("reads", "reads_later")] == [
+        "passed",
+        "passed",
+    ]

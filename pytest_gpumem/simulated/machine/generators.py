@@ -18,15 +18,22 @@ _by_address: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """The CUDA generators, by the address of their C++ object."""
 
 
-def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
+def generator_type(
+    real: type[torch.Generator], captured: Callable[[], Any]
+) -> Callable[..., torch.Generator]:
     """Return ``torch.Generator``, whose CUDA generators have states as long as a GPU's.
 
     Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp (get_state, set_state): 16 bytes, seed and
-    offset, a multiple of 4; a state from elsewhere may have only the seed.
+    offset, a multiple of 4; a state from elsewhere may have only the seed. ``captured`` returns the
+    capture that work goes to: the offset is then the capture's, and the seed may not change.
     """
     states: list[torch.Tensor] = []
     offsets: dict[bytes, int] = {}
     """The offset that stands for each of ``states``, by the bytes of the state."""
+
+    def refuse(call: str) -> None:
+        if captured() is not None:
+            raise refused_in_capture(call)
 
     class Kind(type(real)):  # type: ignore[misc]  # stays a class for isinstance()
         def __instancecheck__(cls, value: object) -> bool:
@@ -46,6 +53,7 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
             target = torch.device("cpu" if target is None else target)
             if target.type != "cuda":
                 return real(target)
+            refuse("construct a new CUDAGeneratorImpl")
             return cls._sharing(torch.device("cuda", target.index or 0), real())
 
         @classmethod
@@ -63,7 +71,23 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
         def device(self) -> torch.device:
             return self._cuda_device
 
+        def _use_offset(self) -> None:
+            capture = captured()
+            if capture is not None and capture.graph is not None:
+                capture.graph.use_random_state(capture.gpu, self)
+
+        def _check_seed(self, seed: int) -> None:
+            if seed != self._source.initial_seed() and captured() is not None:
+                raise RuntimeError(
+                    "CUDAGeneratorImpl::set_current_seed can be called during stream capture only "
+                    "if new seed is the same as the original seed."
+                )
+
         def get_state(self) -> torch.Tensor:
+            self._use_offset()
+            return self._get_state()
+
+        def _get_state(self) -> torch.Tensor:
             state = self._source.get_state()
             offset = offsets.setdefault(bytes(state.numpy()), 4 * len(states))
             if offset == 4 * len(states):
@@ -71,6 +95,8 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
             return _bytes_of(self._source.initial_seed(), offset)
 
         def set_state(self, state: torch.Tensor) -> Any:
+            self._check_seed(_numbers_of(state)[0])
+            self._use_offset()
             self.was_seeded = True
             return self._set_state(state)
 
@@ -85,11 +111,13 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
             return self
 
         def manual_seed(self, seed: int) -> Any:
+            self._check_seed(seed)
             self.was_seeded = True
             self._source.manual_seed(seed)
             return self
 
         def seed(self) -> int:
+            refuse("call CUDAGeneratorImpl::seed")
             self.was_seeded = True
             return self._source.seed()
 
@@ -97,14 +125,17 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
             return self._source.initial_seed()
 
         def get_offset(self) -> int:
-            return _numbers_of(self.get_state())[1]
+            refuse("call CUDAGeneratorImpl::get_offset")
+            return _numbers_of(self._get_state())[1]
 
         def set_offset(self, offset: int) -> Any:
+            refuse("call CUDAGeneratorImpl::set_offset")
             if offset % 4:
                 raise RuntimeError("offset must be a multiple of 4")
             return self._set_state(_bytes_of(self.initial_seed(), offset))
 
         def clone_state(self) -> Any:
+            refuse("call CUDAGeneratorImpl::clone_impl")
             source = real()
             source.set_state(self._source.get_state())
             return self._sharing(self._cuda_device, source)
@@ -121,6 +152,14 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
     # Where pickle looks for it.
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     return Generator
+
+
+def refused_in_capture(call: str) -> RuntimeError:
+    """Return the error of ``assertNotCapturing`` (aten/src/ATen/cuda/CUDAGraphsUtils.cuh)."""
+    return RuntimeError(
+        f"Cannot {call} during CUDA graph capture. If you need this call to be captured, please "
+        "file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
+    )
 
 
 def restored(device: torch.device, state: torch.Tensor) -> torch.Generator:
@@ -169,7 +208,8 @@ class RandomState:
     2.12-13  for each capture and registered      the default one           by reset of
              generator, by capture_begin                                    the graph
     2.14-15  for each capture and generator, by   the default one           by reset of
-             the first random operator                                      the graph
+             the first random operator, or when                             the graph
+             its state is read or set
     ======== ==================================== ========================= ==============
 
     Sources: ``CUDAGeneratorState::register_graph`` of 2.6 (CUDAGeneratorImpl.cpp);

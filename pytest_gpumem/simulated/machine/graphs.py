@@ -18,7 +18,12 @@ from pytest_gpumem.simulated.common.callsite import refusing
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RNG_PER_CAPTURE
-from pytest_gpumem.simulated.machine.generators import free_all, state_of, state_tensors
+from pytest_gpumem.simulated.machine.generators import (
+    free_all,
+    refused_in_capture,
+    state_of,
+    state_tensors,
+)
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.pool_contents import GraphRecording
 from pytest_gpumem.simulated.machine.streams import Capture, cuda_error
@@ -46,6 +51,8 @@ class Graph:
         self._memory: Memory | None = None
         self._random: dict[object, list[int]] = {}
         """Seed and offset of the capture, by state of a generator; empty up to 2.11."""
+        self._drawn: set[object] = set()
+        """The states that random operators of the capture have used, since 2.14."""
         self._states: list[object] = []
         """The states of generators that captured operators may use."""
         self._more_pools: list[PoolId] = []
@@ -130,12 +137,10 @@ class Graph:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             self._captured.recording.replay(computes=self._machine.values.everything)
-        gpu = self._captured.gpu
-        if gpu.version >= LAZY_RNG:
-            # CUDAGeneratorCaptureState::setup_for_replay: a replay reads them on its own stream.
-            for addresses in self._random.values():
-                for address in addresses:
-                    self._captured.memory.record_stream(address, gpu.stream)
+        # CUDAGeneratorCaptureState::setup_for_replay: a replay reads them on its own stream.
+        for state in self._drawn:
+            for address in self._random[state]:
+                self._captured.memory.record_stream(address, self._captured.gpu.stream)
 
     def reset(self) -> None:
         """Release the graph's pool: its memory can be freed once no tensor needs it."""
@@ -145,6 +150,7 @@ class Graph:
             for addresses in self._random.values():
                 free_all(self._memory, addresses)
             self._random.clear()
+            self._drawn.clear()
             for pool in self._more_pools:
                 self._memory.pools.release(pool)
             self._more_pools.clear()
@@ -204,17 +210,20 @@ class Graph:
 
     def use_random_operator(self, gpu: GpuState, generator: torch.Generator | None) -> None:
         """Allocate the capture's own state at its first random operator, since 2.14."""
-        if gpu.version >= LAZY_RNG and (state := state_of(generator, gpu)) not in self._random:
+        if gpu.version >= LAZY_RNG:
+            self._drawn.add(self.use_random_state(gpu, generator))
+
+    def use_random_state(self, gpu: GpuState, generator: torch.Generator | None) -> object:
+        """Run ``get_capture_state`` of a generator, which since 2.14 makes what it misses."""
+        state = state_of(generator, gpu)
+        if gpu.version >= LAZY_RNG and state not in self._random:
             self._random[state] = state_tensors(gpu, 0)
+        return state
 
     def _register(self, gpu: GpuState, state: object) -> None:
         """Run ``register_graph`` of a generator, up to 2.13."""
         if self._machine.streams.is_capturing(gpu.index):
-            raise RuntimeError(
-                "Cannot register the state during capturing stage. during CUDA graph capture. If "
-                "you need this call to be captured, please file an issue. Current "
-                "cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
-            )
+            raise refused_in_capture("register the state during capturing stage.")
         if state in self._states:
             return
         self._states.append(state)

@@ -39,7 +39,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     add_functions(functions | _recording(machine), patches)
     cuda = torch.cuda
     count = len(machine.gpus)
-    generator = generator_type(torch.Generator)
+    generator = generator_type(torch.Generator, lambda: machine.capture)
     state: dict[str, Any] = {
         "_initialized": True,
         "_cached_device_count": count,

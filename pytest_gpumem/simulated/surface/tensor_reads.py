@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from numbers import Integral
 from types import FrameType
 from typing import Any
 
@@ -26,7 +28,6 @@ from pytest_gpumem.simulated.surface.several import copied_to_gpu_of
 from pytest_gpumem.simulated.surface.wrappers import place_of
 from pytest_gpumem.values.errors import UnknownValueError
 
-_get_device = raw.base("get_device")
 _data_ptr = raw.base("data_ptr")
 _bool = raw.base("__bool__")
 _tolist = raw.base("tolist")
@@ -37,6 +38,17 @@ _numpy = raw.base("numpy")
 
 _Truth = bool
 """The type; in the class below ``bool`` is a method."""
+
+
+_SEQUENCES: frozenset[Any] = frozenset({list, tuple, range})
+
+
+def _leaves(sequence: Any) -> Iterator[Any]:
+    for item in sequence:
+        if item.__class__ in _SEQUENCES:
+            yield from _leaves(item)
+        else:
+            yield item
 
 
 class TensorReads:
@@ -78,8 +90,8 @@ class TensorReads:
         return device.type == "meta"
 
     def get_device(self, tensor: torch.Tensor) -> int:
-        block = self._block(tensor)
-        return int(_get_device(tensor)) if block is None else block.device.index
+        index: int | None = tensor.device.index  # of a wrapper, too, which has no storage
+        return -1 if index is None else index
 
     def data_ptr(self, tensor: torch.Tensor) -> int:
         block = self._block(tensor)
@@ -175,22 +187,27 @@ class TensorReads:
             _setitem(tensor, index, value)
 
     def _as_indices(self, tensor: torch.Tensor, index: Any) -> Any:
-        """Return ``index`` with tensors on the device for lists, which C++ would make unseen.
+        """Return ``index`` with tensors on the device for sequences, which C++ would make unseen.
 
-        Source: torch/csrc/autograd/python_variable_indexing.cpp (sequenceToVariable).
+        Source: torch/csrc/autograd/python_variable_indexing.cpp (sequenceToVariable,
+        treatSequenceAsTuple: a short list of sequences is a tuple of them).
         """
-        if index.__class__ is list:
-            return self._as_index(tensor, index)
-        if index.__class__ is tuple and any(part.__class__ is list for part in index):
-            return tuple([self._as_index(tensor, part) for part in index])
-        return index
+        kind = index.__class__
+        if kind is tuple or (kind is list and len(index) < 32):
+            if any(part.__class__ in _SEQUENCES for part in index):
+                return kind([self._as_index(tensor, part) for part in index])
+            if kind is tuple:
+                return index
+        return self._as_index(tensor, index)
 
     def _as_index(self, tensor: torch.Tensor, index: Any) -> Any:
-        plain = index.__class__ is list and all(item.__class__ is int for item in index)
-        block = self._block(tensor) if plain else None
-        if block is None:
+        if index.__class__ not in _SEQUENCES or self._block(tensor) is None:
             return index
-        return torch.tensor(index, dtype=torch.int64, device=block.device.torch_device)
+        kinds = set(map(type, _leaves(index)))
+        if not all(issubclass(kind, Integral) for kind in kinds):
+            return index
+        dtype = torch.bool if kinds == {bool} else torch.int64
+        return torch.tensor(index, dtype=dtype, device=tensor.device)
 
     def item(self, tensor: torch.Tensor) -> Any:
         with having(self._machine.thread_state, "reads_item", True):

@@ -580,6 +580,38 @@ class TestRandomState:
             torch.cuda.empty_cache()
             assert torch.cuda.memory_stats()["active_bytes.all.current"] == 512
 
+    @pytest.mark.parametrize(("version", "more"), [("2.11", 0), ("2.14", 1024), ("2.15", 1024)])
+    def test_reading_or_setting_a_generator_allocates_its_states(
+        self, version: str, more: int
+    ) -> None:
+        """As in checkpoints, which keep the state. Bytes and errors of torch 2.15.0+cu132."""
+        with simulate("T4", torch_version=version):
+            default, other = torch.cuda.default_generators[0], torch.Generator("cuda")
+            state, graph = torch.cuda.get_rng_state(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                before = torch.cuda.memory_allocated()
+                default.graphsafe_get_state()
+                torch.cuda.manual_seed(default.initial_seed())
+                assert torch.cuda.memory_allocated() == before
+                torch.cuda.set_rng_state(state)
+                assert torch.cuda.memory_allocated() == before + more
+                torch.cuda.get_rng_state()
+                assert torch.cuda.memory_allocated() == before + more
+                other.get_state()
+                assert torch.cuda.memory_allocated() == before + 2 * more
+                for refused in (
+                    *(default.get_offset, default.seed, default.clone_state),
+                    *(lambda: default.set_offset(0), lambda: torch.Generator("cuda")),
+                ):
+                    with pytest.raises(RuntimeError, match="during CUDA graph capture"):
+                        refused()
+                with pytest.raises(RuntimeError, match="only if new seed is the same"):
+                    torch.cuda.manual_seed(default.initial_seed() + 1)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph.replay()  # draws nothing, and reads no state
+            graph.reset()
+            assert torch.cuda.memory_stats()["active_bytes.all.current"] == before
+
     def test_random_operators_outside_of_captures_allocate_no_states(self) -> None:
         with simulate("T4"):
             torch.rand(100, device="cuda")

@@ -1,9 +1,10 @@
-"""torch.tensor of lists of tensors, on the GPU and on the CPU."""
+"""Lists of tensors, and sequences as indices, on the GPU and on the CPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,3 +59,24 @@ def test_unknown_values_in_a_list_are_zero_with_a_note() -> None:
         losses = torch.tensor([torch.randn((), device="cuda") for _ in range(3)])
         assert (losses.shape, losses.device.type) == ((3,), "cpu")
         assert any("item()" in note for note in gpu.notes)
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize(
+    "index",
+    [
+        *([2, 0], [-1], [], range(2), range(0), [np.int64(2), 0], [True, False, True]),
+        *(((2, 0),), (range(2), [1, 2]), ((0, 2), (1, 2)), (slice(None), [False, True, True])),
+        *((slice(None), [[0, 1], [1, 2]]), [[0, 1], [1, 2]], (..., None, range(2)), ([], 0)),
+        *(np.array([0, 2]), (0, np.array([0, 2])), [np.array([0, 1]), [1, 2]]),
+    ],
+    ids=repr,
+)
+def test_sequences_are_known_indices(index: Any) -> None:
+    expected = torch.arange(9).view(3, 3)
+    with simulate("T4"):
+        x = torch.arange(9, device="cuda").view(3, 3)
+        assert x[index].tolist() == expected[index].tolist()
+        x[index] = 7
+        expected[index] = 7
+        assert x.tolist() == expected.tolist()

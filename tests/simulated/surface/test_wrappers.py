@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import get_device_states
 
 from pytest_gpumem import simulate
 
@@ -309,3 +310,16 @@ def test_a_wrapper_decides_which_tensors_may_replace_it() -> None:
             of_its_own, Choosy.zeros(2 * ELEMENTS, "cuda")
         )
         assert not torch._has_compatible_shallow_copy_type(torch.zeros(1), of_its_own)
+
+
+def test_a_checkpoint_keeps_the_random_state_of_a_wrappers_gpu() -> None:
+    """torch.utils.checkpoint asks arguments that are on no CPU for ``get_device()``."""
+    with simulate("T4*2"):
+        for device in ("cuda:0", "cuda:1"):
+            state = Quantised.zeros(ELEMENTS, device)
+            assert (state.get_device(), Quantised.zeros(ELEMENTS, "cpu").get_device()) == (
+                torch.device(device).index,
+                -1,
+            )
+            devices, states = get_device_states(state)
+            assert (devices, len(states)) == ([torch.device(device).index], 1)
