@@ -37,4 +37,4 @@ def kept_as_text(item: pytest.Item) -> Iterator[None]:
 def _emit(handler: Any, record: LogRecord) -> None:
     kept = copy(record)  # other handlers get the record as it was made
     type(handler).emit(handler, kept)
-    kept.msg, kept.args, kept.exc_info = kept.message, None, None
+    kept.msg, kept.args, kept.exc_info = kept.getMessage(), None, None
