@@ -4,6 +4,7 @@
     python benchmarks/truth.py NAME...                groups whose name matches one of these
     python benchmarks/truth.py --corpus op --dtype f32,bf16 --gpu H100
     python benchmarks/truth.py --sample 200 --seed 7  one case each of so many groups, 20 programs
+    python benchmarks/truth.py --programs FOLDER      random programs that truth_random.py wrote
     python benchmarks/truth.py --stacks all -v NAME   who made the first event that differs
     python benchmarks/truth.py --write docs/fidelity.md    the tables of this release
     python benchmarks/truth.py --read FOLDER --known  what is there, too, into truth_known.txt
@@ -53,6 +54,7 @@ CORPORA = {
     "scenario": "programs of the twin run",
     "program": "small programs",
     "stranger": "programs of strangers",
+    "random": "random programs",
 }
 """The name of each on the page."""
 DTYPES = "f32,bf16,f16,i64,amp"
@@ -122,7 +124,8 @@ def main() -> int:
     """Run the requested groups, and print or write the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--corpus", default=",".join(CORPORA))
+    parser.add_argument("--corpus", default=",".join(one for one in CORPORA if one != "random"))
+    parser.add_argument("--programs", type=Path, metavar="FOLDER", help="of truth_random.py")
     parser.add_argument("--dtype", default=DTYPES)
     parser.add_argument("--gpu", default="A100-40GB")
     parser.add_argument("--samples", type=int, default=6, help="of each operator and dtype")
@@ -140,7 +143,8 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true")
     options = parser.parse_args()
     request = {
-        "corpora": options.corpus.split(","),
+        "corpora": ["random"] if options.programs else options.corpus.split(","),
+        "programs": str(options.programs and options.programs.resolve()),
         "dtypes": options.dtype.split(","),
         **{name: getattr(options, name) for name in ("names", "samples", "sample", "stacks")},
         "seed": options.seed,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,10 +68,18 @@ class Group:
     """Whether all values are computed on both devices: the cases go by them."""
 
 
-def groups(corpora: Sequence[str], dtypes: Sequence[str], samples: int) -> Iterator[Group]:
-    """Yield the groups of ``corpora``, with at most ``samples`` cases of each dtype."""
+def groups(
+    corpora: Sequence[str], dtypes: Sequence[str], samples: int, programs: str
+) -> Iterator[Group]:
+    """Yield the groups of ``corpora``, with at most ``samples`` cases of each dtype.
+
+    ``programs``: the folder of random programs.
+    """
     for corpus in corpora:
-        yield from _CORPORA[corpus](dtypes, samples)
+        if corpus == "random":
+            yield from _random(Path(programs))
+        else:
+            yield from _CORPORA[corpus](dtypes, samples)
 
 
 _BY_VALUES = frozenset(
@@ -313,6 +322,16 @@ def _strangers(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
         yield Group(name, cases, program.world, program.has_values)
 
 
+def _random(folder: Path) -> Iterator[Group]:
+    """Yield the programs that were written to ``folder``."""
+    import truth_random
+
+    for path in sorted(folder.glob("*.py")):
+        name = f"random/{path.stem}"
+        program = path.read_text(encoding="utf-8")
+        yield Group(name, partial(_one_pass, name, partial(truth_random.run, program)))
+
+
 def _in_ways(name: str, program: Program, ways: Sequence[str]) -> Iterator[Case]:
     """Yield a program as a case of one pass for each way."""
     from strangers import set_way
@@ -358,7 +377,7 @@ _CORPORA: dict[str, Callable[[Sequence[str], int], Iterator[Group]]] = {
     "program": _programs,
     "stranger": _strangers,
 }
-CORPORA = tuple(_CORPORA)
+CORPORA = (*_CORPORA, "random")
 
 
 def _seed() -> None:

@@ -37,7 +37,7 @@ SIGNS = {"alloc": "+", "free_requested": "-"}
 OTHERS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
 """Events that are compared besides: the allocator's requests to the driver."""
 
-PROGRAMS = ("scenario", "program", "stranger")
+PROGRAMS = ("scenario", "program", "stranger", "random")
 """Corpora whose groups take longer: of a sample, one to ten others."""
 
 WORKSPACES = ("cuDNN", "cuFFT", "cuSOLVER", "cuSPARSE", "MAGMA")
@@ -80,7 +80,8 @@ def _parts(corpora: list[str], device: str) -> Iterator[tuple[list[str], Callabl
 def _chosen(request: Json) -> tuple[list[Group], str | None]:
     """Return the groups to run, and the seed that chooses one case of each, ``None`` for all."""
     share, of = request["share"]
-    found = list(groups(request["corpora"], request["dtypes"], request["samples"]))[share::of]
+    named = (request[name] for name in ("corpora", "dtypes", "samples", "programs"))
+    found = list(groups(*named))[share::of]
     if request["names"]:
         patterns = [re.compile(name) for name in request["names"]]
         found = [group for group in found if any(one.search(group.name) for one in patterns)]
