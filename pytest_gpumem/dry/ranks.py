@@ -32,6 +32,9 @@ from pytest_gpumem.values.world import World
 
 _ID_BYTES = 128
 """Bytes of ncclUniqueId, which all ranks but the first read from the store."""
+_FAILURE = "exception_dump"
+"""Key by which a rank makes all ranks write what they did: NCCL's monitor reads it each second, and
+would then wait for minutes to end the process (kStoreDumpKey of ProcessGroupNCCL.hpp)."""
 _AT_REBUILD = (2, 3)
 """The forward pass at which DDP rebuilds its buckets, without and with a static graph
 (reducer.cpp)."""
@@ -67,8 +70,8 @@ class SingleProcessStore(Store):
         return self._known[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Return True, as if all ``keys`` existed."""
-        return True
+        """Return whether all ``keys`` exist: those of other ranks do, but no other rank fails."""
+        return not any(key.endswith(_FAILURE) for key in keys if key not in self._known)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return at once."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._guards import TracingContext
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -119,7 +120,8 @@ class AutomaticPhases:
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         within = self._busy and (self._step is None or not self._abandoned_step())
-        if within or torch.compiler.is_compiling():
+        # Compilers trace gradients, too; up to torch 2.12 they do not say so by ``is_compiling``.
+        if within or torch.compiler.is_compiling() or TracingContext.try_get() is not None:
             return run(*args, **kwargs)
         return self._run(BACKWARD, run, args, kwargs)
 

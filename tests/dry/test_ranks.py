@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.dry.conftest import bare_environment, why_not
+from tests.dry.conftest import Run, bare_environment, why_not
 
 TESTS = """
 import functools
@@ -273,3 +273,19 @@ def test_the_worst_rank_is_judged(found: Any) -> None:
     # The last of four has four times the first one's 4 MiB.
     assert worst["measurement"]["peak_allocated"] == 16 * 1024 * 1024
     assert worst["environment"]["ranks"] == "worst rank of 4"
+
+
+def test_no_other_rank_has_failed(dry_run: Run) -> None:
+    found = dry_run(
+        """
+from torch.distributed import PrefixStore
+from pytest_gpumem.dry.ranks import SingleProcessStore
+
+own = SingleProcessStore()
+store = PrefixStore("default_pg", own)
+# kStoreDumpKey of ProcessGroupNCCL.hpp, which NCCL's monitor reads each second.
+found["exists"] = [store.check([key]) for key in ("id of rank 1", "exception_dump")]
+"""
+    )
+
+    assert found["exists"] == [True, False]

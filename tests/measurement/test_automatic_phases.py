@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._guards import TracingContext, tracing
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
@@ -303,3 +304,14 @@ def test_a_compiled_module_is_one_graph_and_one_phase(
         doubling(torch.ones(1, 2))
     assert len(graphs) == 2
     assert entries(tracker) == {"forward": 1}
+
+
+def test_gradients_that_a_compiler_traces_are_no_phase(tracker: PhaseTracker) -> None:
+    """As the joint graph of a compiled function, traced at its first call (up to torch 2.12)."""
+    x = torch.ones(2, requires_grad=True)
+    with AutomaticPhases(tracker).watching():
+        with tracing(TracingContext(None)):
+            torch.autograd.grad(x.sum(), x)
+        assert entries(tracker) == {}
+        torch.autograd.grad(x.sum(), x)
+    assert entries(tracker) == {"backward": 1}

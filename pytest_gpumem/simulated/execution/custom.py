@@ -35,7 +35,7 @@ from pytest_gpumem.simulated.machine.signatures import (
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import below_autograd, tables
 from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS, checked_outputs, on_gpu
-from pytest_gpumem.simulated.operators.rules import Call, on_machine
+from pytest_gpumem.simulated.operators.rules import Call, decompose, on_machine
 from pytest_gpumem.values.errors import UnknownValueError
 
 _IN_PYTHON = frozenset({"flex_lib", "xformers_flash", "xformers_flash3"})
@@ -219,14 +219,14 @@ def _shaped_as(func: Any, computed: Any) -> Any:
     return type(computed)(_shaped_as(func, item) for item in computed)
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def is_composite(func: Any) -> bool:
     """Return whether torch builds ``func`` from other operators on every device."""
     # Some also have a kernel for CUDA and for meta: silu_backward.
-    return func.has_kernel_for_dispatch_key(_COMPOSITE) and not _has_kernel(func.name(), "Meta")
+    name = func.name()
+    return _has_kernel(name, "CompositeImplicitAutograd") and not _has_kernel(name, "Meta")
 
 
 _WRITTEN_IN_PARTS = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -257,7 +257,7 @@ def composite(runner: Runner, func: Any) -> Handler:
     """Return a handler that runs ``func`` as CUDA's parts, else as torch's decomposition."""
     implementation = tables.ABOVE_AUTOGRAD.get(str(func))
     if implementation is None:
-        return of_parts(runner, func.decompose)
+        return of_parts(runner, partial(decompose, func))
     return _on_gpu(runner, func, implementation)
 
 

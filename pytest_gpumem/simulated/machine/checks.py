@@ -83,7 +83,10 @@ def refuse_mixed(func: Any, tensors: Sequence[Placed]) -> None:
         raise RuntimeError(indices_elsewhere(tensors[0].device))
     if "meta" not in devices and name.startswith(_ANYWHERE):
         return
-    compared = [each for each in tensors if each.device != HOST_SCALAR]
+    # The batch sizes of a packed sequence are on the host (native/RNN.cpp, PackedLayer).
+    compared = [
+        each for each in tensors if each.device != HOST_SCALAR and each.name != "batch_sizes"
+    ]
     if name == "aten::masked_fill":  # cuda/IndexKernel.cpp: only the value may be a number
         compared = [each for each in compared if each.name != "value" or not each.is_scalar]
     else:

@@ -293,9 +293,10 @@ def _unfold_backward(
 
 def one_hot(self: Tensor, num_classes: int) -> Tensor:
     """Run ``aten::one_hot`` (native/Onehot.cpp), which scatters into zeros, unlike on ``meta``."""
-    if self.dtype != torch.int64 or not self.numel() or num_classes < -1 or num_classes == 0:
+    is_counted = num_classes == -1 and self.numel() > 0
+    if self.dtype != torch.int64 or not (is_counted or num_classes > 0):
         return decompose(_aten.one_hot.default, self, num_classes)
-    if num_classes == -1:
+    if is_counted:
         num_classes = int(self.max().item()) + 1
     result = torch.zeros((*self.shape, num_classes), dtype=self.dtype, device=self.device)
     return result.scatter_(-1, self.unsqueeze(-1), 1)

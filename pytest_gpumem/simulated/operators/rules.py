@@ -204,8 +204,13 @@ def on_machine(
     return call
 
 
-decompose: Callable[..., Tensor] = OpOverload.decompose
-"""``OpOverload.decompose``, torch's own even while compilers replace it."""
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def decompose(operator: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the parts of ``operator`` in C++: its own ``decompose`` prefers those for compilers."""
+    result: Tensor = operator._op_dk(_COMPOSITE, *args, **kwargs)
+    return result
 
 
 @cache

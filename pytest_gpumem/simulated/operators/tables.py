@@ -19,7 +19,13 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators import meta_kernels, normalization, rnn, slices, vision
 from pytest_gpumem.simulated.operators.autocast import CastCache
-from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
+from pytest_gpumem.simulated.operators.rules import (
+    BoundRule,
+    Composite,
+    Rule,
+    decompose,
+    on_machine,
+)
 
 _FAMILIES = [
     import_module(f"{__package__}.{family}")
@@ -74,8 +80,9 @@ def _in_transforms(kernel: Callable[..., Any], overload: OpOverload) -> Callable
 
     def call(*args: Any, **kwargs: Any) -> Any:
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        run = kernel if any(one.is_cuda for one in tensors) else overload.decompose
-        return run(*args, **kwargs)
+        if any(one.is_cuda for one in tensors):
+            return kernel(*args, **kwargs)
+        return decompose(overload, *args, **kwargs)
 
     return call
 
