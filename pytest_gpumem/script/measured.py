@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
-from pytest_gpumem.device import ValueLevel
+from pytest_gpumem.device import DeviceError, ValueLevel
 from pytest_gpumem.device.device import ComputingDevice, Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.measurement.automatic_phases import BACKWARD, FORWARD, STEP
@@ -264,7 +264,11 @@ def main(path: str) -> None:
         return
     device: Device
     if request.gpu == endings.MEASURED or request.gpu.startswith(endings.DRY):
-        device = device_here(request.computed)
+        try:
+            device = device_here(request.computed)
+        except DeviceError as error:
+            ScriptResult(endings.NOT_RUN, str(error)).to_file(request.answer)
+            return
     else:
         machine = find_machine(request.gpu)
         if request.unbounded:

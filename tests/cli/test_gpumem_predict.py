@@ -153,7 +153,7 @@ def test_a_function_that_reads_a_value_runs_again_with_values(gpumem: Command) -
 
 
 def test_an_unknown_gpu_is_refused(gpumem: Command) -> None:
-    assert "'T5' is not a simulated GPU" in gpumem.refusal("net.py:train", "--gpu", "T5")
+    assert "'T5' is not a GPU model" in gpumem.refusal("net.py:train", "--gpu", "T5")
 
 
 def test_the_worst_rank_is_shown_for_each_number_of_ranks(gpumem: Command) -> None:

@@ -302,7 +302,7 @@ def test_only_the_informative_of_many_iterations_are_shown() -> None:
         (["binary.py"], "gpumem: 'binary.py'"),
         (["wrong.py"], "gpumem: 'wrong.py', line 2: SyntaxError: "),
         ([], "gpumem: the following arguments are required: SCRIPT"),
-        (["--gpu", "T5", "train.py"], "gpumem: 'T5' is not a simulated GPU"),
+        (["--gpu", "T5", "train.py"], "gpumem: 'T5' is not a GPU model"),
         (["--steps", "0", "train.py"], "gpumem: argument --steps: '0' is not a number of steps"),
         (["--steps", "x", "train.py"], "gpumem: argument --steps: 'x' is not a number of steps"),
         (

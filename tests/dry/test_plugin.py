@@ -60,14 +60,17 @@ UNDER_TEST = "-p no:cacheprovider -p no:randomly".split()
 
 
 def pytest_in(
-    folder: Path, *arguments: str, device: str = "dry"
+    folder: Path, *arguments: str, device: str = "dry", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run pytest in a new process, in ``folder``."""
     chosen = f"--gpumem-device={device}"
-    command = [sys.executable, "-m", "pytest", *UNDER_TEST, chosen, *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=bare_environment(), capture_output=True, text=True, check=False
-    )
+    return run_in(folder, "pytest", *UNDER_TEST, chosen, *arguments, **variables)
+
+
+def run_in(folder: Path, *module: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a module with its arguments in a new process, in ``folder``."""
+    command, env = [sys.executable, "-m", *module], bare_environment() | variables
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 def reported(folder: Path, *arguments: str) -> Any:
@@ -181,6 +184,67 @@ def test_settings_of_torch_end_with_the_body_that_changed_them(
     done = pytest_in(tmp_path, device="dry:H100*2")
 
     assert "2 passed" in done.stdout
+
+
+OPEN_CAPTURES = """
+import pytest, torch
+
+def begin():
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        torch.ones(1, device="cuda")
+        return graph
+
+@pytest.mark.gpumem
+def test_is_left_open():
+    begin()
+    raise ValueError("its own error")
+
+@pytest.mark.gpumem
+def test_is_dropped():
+    begin()
+
+@pytest.mark.gpumem
+def test_is_invalidated():
+    graph = begin()
+    with pytest.raises(RuntimeError):
+        torch.cuda.synchronize()
+
+@pytest.mark.gpumem(max=1024)
+def test_after_them():
+    torch.ones(256, device="cuda")
+    torch.cuda.synchronize()
+"""
+
+
+def test_a_capture_ends_with_the_body_that_left_it_open(dry_run: Run, tmp_path: Path) -> None:
+    """Until then CUDA refuses to wait for the device, which the next test begins with."""
+    (tmp_path / "test_captures.py").write_text(OPEN_CAPTURES)
+
+    done = pytest_in(tmp_path)
+
+    assert "test_is_left_open - ValueError: its own error" in done.stdout
+    assert "1 failed, 3 passed" in done.stdout
+
+
+def test_an_allocator_without_blocks_is_refused_in_one_sentence(
+    dry_run: Run, project: Path
+) -> None:
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    (project / "train.py").write_text("import torch; torch.ones(1, device='cuda')")
+    sentence = (
+        "torch allocates by 'cudaMallocAsync', which does not report its blocks: measure with "
+        "torch's native allocator"
+    )
+
+    done = pytest_in(project, "-k", "within or over", **setting)
+    ran = run_in(project, "pytest_gpumem.cli", "run", "--device", "dry", "train.py", **setting)
+
+    assert sentence in done.stdout.splitlines()
+    assert "Traceback" not in done.stdout
+    assert "2 errors" in done.stdout
+    assert (ran.returncode, ran.stderr) == (2, f"gpumem: train.py: {sentence}\n")
 
 
 BROKEN_FIXTURE = """
