@@ -125,10 +125,10 @@ def _job(item: pytest.Item, environment: Mapping[str, str]) -> tuple[Any, ...]:
         for name, value in vars(config.option).items()
         if name != "file_or_dir" and _is_picklable(value)
     }
-    base = config._tmp_path_factory.mktemp("isolated")  # type: ignore[attr-defined]
+    factory = getattr(config, "_tmp_path_factory", None)  # none with -p no:tmpdir
     options |= {
         **_OPTIONS_OF_ONE_TEST,
-        "basetemp": str(base),
+        "basetemp": str(factory.mktemp("isolated")) if factory else None,
         "inifilename": str(config.inipath) if config.inipath else None,
         "plugins": [*options.get("plugins", ()), "no:terminal"],
         "rootdir": str(config.rootpath),
