@@ -110,6 +110,12 @@ def test_a_test_needs_the_same_as_its_function(tests: Command) -> None:
     ]
 
 
+def test_a_test_runs_on_a_machine_with_several_gpus(tests: Command) -> None:
+    (found,) = tests.json("test_net.py::test_unmarked", "--gpu", "T4*2")["gpus"]
+    assert found["gpu"] == "T4*2"
+    assert found["total_memory"] == GPUS["T4"].total_memory
+
+
 @pytest.mark.parametrize("name", ["test_limited[T4]", "TestUnit::test_large"])
 def test_neither_limits_nor_the_marker_s_model_matter(tests: Command, name: str) -> None:
     code = tests(f"test_net.py::{name}", "--gpu", "A100-40GB")[0]
