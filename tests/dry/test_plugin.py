@@ -247,6 +247,28 @@ def test_an_allocator_without_blocks_is_refused_in_one_sentence(
     assert (ran.returncode, ran.stderr) == (2, f"gpumem: train.py: {sentence}\n")
 
 
+LONG = """
+import pytest, torch
+
+@pytest.mark.gpumem
+def test_long():
+    x = torch.randn(1500, 1500, device="cuda")
+    for _ in range(8):
+        x = torch.tanh(x @ x)
+    if x.sum() > 1e9:
+        torch.empty(1, device="cuda")
+"""
+
+
+def test_values_that_take_too_long_skip_their_test_at_once(dry_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "test_long.py").write_text(LONG)
+
+    done = pytest_in(tmp_path, "--gpumem-sim-values-limit=0.01")
+
+    assert "1 skipped" in done.stdout
+    assert "more than the 0.01 s that" in " ".join(done.stdout.split())
+
+
 BROKEN_FIXTURE = """
 import pytest
 
