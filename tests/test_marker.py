@@ -205,7 +205,7 @@ def test_an_ill_typed_gpu_is_refused(value: object) -> None:
 
 def test_an_unknown_gpu_gets_a_suggestion() -> None:
     assert refusal(gpu=["T4", "A100"]).startswith(
-        "gpumem marker: gpu='A100' is not a simulated GPU; did you mean A100-40GB or A100-80GB? "
+        "gpumem marker: gpu='A100' is not a GPU model; did you mean A100-40GB or A100-80GB? "
     )
 
 

@@ -131,7 +131,7 @@ def test_a_bad_device_is_refused(read: Read, value: str) -> None:
 
 def test_an_unknown_model_gets_a_suggestion(read: Read) -> None:
     assert refusal(read, ini="gpumem_device = sim:A100").startswith(
-        "gpumem_device='sim:A100': 'A100' is not a simulated GPU; "
+        "gpumem_device='sim:A100': 'A100' is not a GPU model; "
         "did you mean A100-40GB or A100-80GB? known: "
     )
 
@@ -484,7 +484,7 @@ def test_an_empty_ini_value_counts_as_unset(read: Read) -> None:
         ("gpumem_max_leak = -1", "gpumem_max_leak='-1' is not a size; write bytes"),
         ("gpumem_warmup = x", "gpumem_warmup='x' is not a number of runs; write an int from 0 up"),
         ("gpumem_repeat = 0", "gpumem_repeat=0 is not a number of runs; write an int from 1 up"),
-        ("gpumem_gpu = T4,,", "gpumem_gpu='' is not a simulated GPU; known: T4, "),
+        ("gpumem_gpu = T4,,", "gpumem_gpu='' is not a GPU model; known: T4, "),
         ("gpumem_phases = forward", "gpumem_phases='forward' is not a phase and its limit, each "),
         ("gpumem_phases = a=1\n  a=2", "gpumem_phases='a=2' is not a phase and its limit, each "),
         ("gpumem_phases = a=x", "gpumem_phases={'a': 'x'}: for 'a', 'x' is not a size; "),

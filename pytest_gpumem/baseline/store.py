@@ -63,9 +63,10 @@ class BaselineStore:
         Raises :class:`BaselineError` where the module lies outside pytest's rootdir.
         """
         parts = PurePosixPath(module).parts
-        if not parts or ".." in parts or Path(module).is_absolute():
+        if _is_outside(module):
+            name = quoted(module) if module else "the test's file"  # pytest's id leaves it out
             raise BaselineError(
-                f"{quoted(module)} lies outside pytest's rootdir, so its baselines have no place "
+                f"{name} lies outside pytest's rootdir, so its baselines have no place "
                 f"under {self.root}; set --rootdir to a folder that holds it"
             )
         return self.root.joinpath(key, *parts[:-1], f"{parts[-1]}.json")
@@ -140,6 +141,8 @@ class BaselineStore:
             raise unusable("written", path, error) from error
 
     def _content(self, key: str, module: str) -> BaselineFile | None:
+        if _is_outside(module):
+            return None  # nothing is stored for it; writing raises the error
         path = self.path(key, module)
         if path not in self._loaded:
             self._loaded[path] = read_file(path, key)
@@ -151,6 +154,11 @@ class BaselineStore:
             if folder == self.root or any(folder.iterdir()):
                 return
             folder.rmdir()
+
+
+def _is_outside(module: str) -> bool:
+    parts = PurePosixPath(module).parts
+    return not parts or ".." in parts or Path(module).is_absolute()
 
 
 def _edited(path: Path, content: bytes | None, key: str, edit: Edit) -> Entries | None:

@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("gpumem: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        if error.name == "_C":  # a library that it is linked to
+            return _refused(f"torch cannot be imported: {error}; --device dry may work without it")
         if error.name != "torch":
             raise
         return _refused("this command runs code on torch, which is not installed: install torch")

@@ -48,7 +48,9 @@ def _devices() -> tuple[list[dict[str, Any]], str | None, dict[str, Any]]:
     libraries: dict[str, Any] = {"cuda": None, "cudnn": None}
     try:
         import torch
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        if error.name == "_C":
+            return [], f"torch cannot be imported: {error}", libraries
         if error.name != "torch":
             raise
         return [], f"torch is {NOT_INSTALLED}", libraries

@@ -24,6 +24,7 @@ from pytest_gpumem.measurement.fixtures import Renewed
 from pytest_gpumem.measurement.leftover import LeftoverSpace
 from pytest_gpumem.measurement.nvml import NvmlReading, RepeatedReading, read_device
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CONTEXT, NvmlDevice
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
@@ -39,8 +40,9 @@ def find_device(
 ) -> CudaDevice | None:
     """Return the CUDA device ``index``, ``None`` where torch sees no device at all.
 
-    Raises :class:`DeviceError` where it is ``required``, or where there are fewer devices. CUDA is
-    not initialised. ``of_rank``: the rank that ``index`` was derived from, if the user gave none.
+    Raises :class:`DeviceError` where it is ``required``, where there are fewer devices, or by
+    :func:`check_allocator`. CUDA is not initialised. ``of_rank``: the rank that ``index`` was
+    derived from, if the user gave none.
     """
     name = "cuda" if index is None else f"cuda:{index}"
     if not torch.cuda.is_available():
@@ -50,6 +52,7 @@ def find_device(
             f"--gpumem-device={name}, but torch {torch.__version__} sees no CUDA device; write "
             "--gpumem-device=auto or sim to run on a simulated one"
         )
+    check_allocator()
     count = torch.cuda.device_count()
     if index is None or index < count:
         return CudaDevice(index)
@@ -60,6 +63,15 @@ def find_device(
             "as there are, or simulate them with --gpumem-device=sim"
         )
     raise DeviceError(f"--gpumem-device={name}, but {found}; the last one is cuda:{count - 1}")
+
+
+def check_allocator() -> None:
+    """Raise :class:`DeviceError` if torch's allocator of CUDA memory has no snapshots."""
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        raise DeviceError(
+            f"torch allocates by {quoted(backend)}, which does not report its blocks: measure with "
+            "torch's native allocator"
+        )
 
 
 def device_count() -> int:

@@ -14,7 +14,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.device import ValueLevel
-from pytest_gpumem.device.cuda import CudaDevice
+from pytest_gpumem.device.cuda import CudaDevice, check_allocator
 from pytest_gpumem.device.device import ComputingDevice, is_set_up, is_shared
 from pytest_gpumem.device.random_numbers import seeded_generators
 from pytest_gpumem.dry import blocks, compiling, scope, workspaces
@@ -57,6 +57,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         index: int | None = None,
         runs_again: bool = True,
     ) -> None:
+        check_allocator()
         super().__init__(index)
         machine = find_machine(name)
         self._name = machine.model.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.attribution.timeline import timeline_of
 from pytest_gpumem.garbage import collect_garbage, without_old_garbage
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.captures import captures_ended
 from pytest_gpumem.measurement.compiling import CompileContext, Compiling
 from pytest_gpumem.measurement.composition import PeakRecorder, add_compositions, leaks
 from pytest_gpumem.measurement.facts import kept_by_libraries
@@ -146,10 +147,12 @@ class Meter:
         if self.recorder is not None:
             self.recorder.watch(values_of([fixture]))
 
-    def watching(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
         """Find automatic phases inside, and observe modules, tensors and optimizers."""
         observer = self.recorder.observer if self.recorder else None
-        return AutomaticPhases(self.tracker, observer).watching()
+        with captures_ended(), AutomaticPhases(self.tracker, observer).watching():
+            yield
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DeviceChoice
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.simulated.gpu.catalogue import Machine, find_gpu
+from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.values.prediction import Prediction
 from pytest_gpumem.values.serialization import Plain
 
@@ -145,7 +145,7 @@ def run_tests(
 
     found = []
     for machine in request.machines:
-        gpu = machine.model.name
+        gpu = machine.name
         one = replace(request, machines=(machine,), unbounded=False)
         for answer in _results(one, arguments, folder, environment_of_option(gpu)):
             if request.unbounded and answer.problem == RAN_OUT:
@@ -200,6 +200,8 @@ def last_words(ran: subprocess.CompletedProcess[str]) -> str:
     written = [line for line in lines if line.strip("= ")]
     # Headings, such as "==== ERRORS ====", still have their signs and do not match.
     errors = [line for line in written if line.startswith(("ERROR", "E  ", "FAILED"))]
+    if errors and errors[0].startswith("ERROR: usage:"):  # of argparse, before its error
+        errors = [line for line in lines if ": error: " in line] or errors
     last = errors or written[-1:] or [f"pytest ended with code {ran.returncode}"]
     return last[0].strip("= ")
 
@@ -213,10 +215,10 @@ def predict_test(
     model in the test's marker are ignored. Raises ``ValueError`` for a model that is not in the
     catalogue, :class:`PredictionError` if ``nodeid`` is not one test, or does not run there.
     """
-    models = {model.name: model for model in map(find_gpu, gpus)}
-    machines = tuple(Machine(model, 1) for model in models.values())
+    machines = {machine.name: machine for machine in map(find_machine, gpus)}
+    request = Request((nodeid,), tuple(machines.values()), unbounded=True, mode=mode, dry=dry)
     try:
-        answers = run_tests(Request((nodeid,), machines, unbounded=True, mode=mode, dry=dry))
+        answers = run_tests(request)
     except ValueError as error:
         raise PredictionError(f"{nodeid} was not run: {error}") from error
     tests = {answer.nodeid for answer in answers}
@@ -226,7 +228,7 @@ def predict_test(
         )
     predictions = []
     for answer in answers:
-        gpu, total = answer.gpu, models[answer.gpu].total_memory
+        gpu, total = answer.gpu, machines[answer.gpu].model.total_memory
         measured = answer.record.measurement if answer.measured and answer.record else None
         if measured is None:
             why = answer.problem or "it allocates nothing on the device"
@@ -344,8 +346,7 @@ class _Runs:
             if time.monotonic() > self._end:
                 break
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        gpu = machine.model.name
-        return {nodeid: {**answer, "gpu": gpu} for nodeid, answer in self._present.items()}
+        return {nodeid: {**answer, "gpu": machine.name} for nodeid, answer in self._present.items()}
 
 
 def _problem(report: pytest.TestReport) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
-from pytest_gpumem.device import ValueLevel
+from pytest_gpumem.device import DeviceError, ValueLevel
 from pytest_gpumem.device.device import ComputingDevice, Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.measurement.automatic_phases import BACKWARD, FORWARD, STEP
@@ -92,7 +92,8 @@ def run_measured(request: Request, device: Device, resources: ExitStack) -> Scri
         try:
             with kept, meter.watching(), counter.counted(), alarm.set():
                 device.restart_collector()
-                script.run()
+                with children_ended(resources.close):
+                    script.run()
             device.end_body()
         except BaseException as raised:
             error = raised
@@ -112,6 +113,47 @@ def run_measured(request: Request, device: Device, resources: ExitStack) -> Scri
     if is_out_of_memory(error):
         post_mortem = account.out_of_memory(device.index, tracker, device.total_memory)
     return ScriptRun(error, counter.count, alarm.rang, taken, (own, *others), post_mortem)
+
+
+@contextmanager
+def children_ended(close: Callable[[], None]) -> Iterator[None]:
+    """End the processes that are forked inside as without this package: without a measurement.
+
+    ``close`` is the handler for the end of this process alone.
+    """
+    own = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == own:
+            raise
+        code = 1
+        if isinstance(error, SystemExit):
+            code = _exit_code(error)
+            _print_text(error)
+        elif isinstance(error, StopError):
+            code = 0
+        else:
+            show_traceback(error)
+    else:
+        code = 0
+    if os.getpid() != own:
+        atexit.unregister(close)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _exit_code(error: SystemExit) -> int:
+    """Return the exit code of a process, as a shell sees it."""
+    code = 0 if error.code is None else error.code
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _print_text(error: SystemExit) -> None:
+    """Print the text of ``sys.exit("text")`` as Python does."""
+    if not isinstance(error.code, int | None):
+        print(error.code, file=sys.stderr)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -264,7 +306,11 @@ def main(path: str) -> None:
         return
     device: Device
     if request.gpu == endings.MEASURED or request.gpu.startswith(endings.DRY):
-        device = device_here(request.computed)
+        try:
+            device = device_here(request.computed)
+        except DeviceError as error:
+            ScriptResult(endings.NOT_RUN, str(error)).to_file(request.answer)
+            return
     else:
         machine = find_machine(request.gpu)
         if request.unbounded:
@@ -279,12 +325,8 @@ def main(path: str) -> None:
         pass  # the error depends on missing values, and the script runs again
     elif answer.ending == endings.RAISED:
         show_traceback(run.error or AssertionError())
-    elif (
-        answer.ending == endings.EXITED
-        and isinstance(run.error, SystemExit)
-        and not isinstance(run.error.code, int)
-    ):
-        print(run.error.code, file=sys.stderr)  # as Python does for sys.exit("text")
+    elif answer.ending == endings.EXITED and isinstance(run.error, SystemExit):
+        _print_text(run.error)
     answer.to_file(request.answer)
 
 
@@ -333,8 +375,7 @@ def _ending(run: ScriptRun) -> tuple[str, str]:
     if is_out_of_memory(error):
         return endings.OUT_OF_MEMORY, ""
     if isinstance(error, SystemExit):
-        given = 0 if error.code is None else error.code
-        code = given & 0xFF if isinstance(given, int) else 1  # as a shell sees it
+        code = _exit_code(error)
         return (endings.EXITED, str(code)) if code else (endings.ENDED, "")
     if isinstance(error, ScriptError):
         return endings.NOT_RUN, str(error)

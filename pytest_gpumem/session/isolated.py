@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -124,10 +125,10 @@ def _job(item: pytest.Item, environment: Mapping[str, str]) -> tuple[Any, ...]:
         for name, value in vars(config.option).items()
         if name != "file_or_dir" and _is_picklable(value)
     }
-    base = config._tmp_path_factory.mktemp("isolated")  # type: ignore[attr-defined]
+    factory = getattr(config, "_tmp_path_factory", None)  # none with -p no:tmpdir
     options |= {
         **_OPTIONS_OF_ONE_TEST,
-        "basetemp": str(base),
+        "basetemp": str(factory.mktemp("isolated")) if factory else None,
         "inifilename": str(config.inipath) if config.inipath else None,
         "plugins": [*options.get("plugins", ()), "no:terminal"],
         "rootdir": str(config.rootpath),
@@ -142,7 +143,14 @@ def _worker(config: pytest.Config) -> Mapping[str, Any]:
         # Not the channel of shared devices: the child shares none.
         received = config.workerinput.items()
         return {name: value for name, value in received if _is_picklable(value)}
-    own: dict[str, Any] = {"workerid": "master", "workercount": 1}
+    own: dict[str, Any] = {
+        "workerid": "master",
+        "workercount": 1,
+        # What pytest-randomly and pytest-cov read in any worker.
+        "randomly_seed": getattr(config.option, "randomly_seed", None),
+        "cov_master_host": socket.gethostname(),
+        "cov_master_topdir": str(Path.cwd()),
+    }
     node = SimpleNamespace(config=config, workerinput=own)
     hook = getattr(config.hook, "pytest_configure_node", None)
     for implementation in hook.get_hookimpls() if hook is not None else ():

@@ -80,6 +80,8 @@ def run_with_values(
     if computed is ValueLevel.ALL and settings.sim_values != "auto":
         return None
     error = collected_error(item) if error is None else error
+    if isinstance(error, WorkLimitError):
+        return None  # that run would take too long, and has not begun
     failed = isinstance(error, (Exception, pytest.fail.Exception)) and current.body_raised
     reason = device.reason_to_rerun(error, failed=failed)
     if reason is None:

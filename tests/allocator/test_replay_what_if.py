@@ -235,5 +235,5 @@ def test_unknown_settings_and_gpus_are_refused() -> None:
     snapshot = run(growing).snapshot()
     with pytest.raises(SettingsError, match="nonsense"):
         replay(snapshot, "nonsense:1")
-    with pytest.raises(GpuError, match="'A101' is not a simulated GPU"):
+    with pytest.raises(GpuError, match="'A101' is not a GPU model"):
         replay(snapshot, gpu="A101")

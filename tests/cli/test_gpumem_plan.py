@@ -165,7 +165,7 @@ def test_durations_of_a_simulated_run_are_marked_as_simulated(
     ("arguments", "sentence"),
     [
         (["report.json"], "the following arguments are required: --runner; see gpumem plan --help"),
-        (["--runner=T5:1", "report.json"], "'T5' is not a simulated GPU; known: T4, "),
+        (["--runner=T5:1", "report.json"], "'T5' is not a GPU model; known: T4, "),
         (["--runner=T4", "report.json"], "--runner 'T4' is not a GPU model and the price of an "),
         (["--runner=T4:1", "nope.json"], "report nope.json cannot be read: No such file"),
         (["--runner=T4:1", "--minutes=0", "report.json"], "'0' is not a number of minutes above 0"),

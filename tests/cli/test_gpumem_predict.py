@@ -110,6 +110,12 @@ def test_a_test_needs_the_same_as_its_function(tests: Command) -> None:
     ]
 
 
+def test_a_test_runs_on_a_machine_with_several_gpus(tests: Command) -> None:
+    (found,) = tests.json("test_net.py::test_unmarked", "--gpu", "T4*2")["gpus"]
+    assert found["gpu"] == "T4*2"
+    assert found["total_memory"] == GPUS["T4"].total_memory
+
+
 @pytest.mark.parametrize("name", ["test_limited[T4]", "TestUnit::test_large"])
 def test_neither_limits_nor_the_marker_s_model_matter(tests: Command, name: str) -> None:
     code = tests(f"test_net.py::{name}", "--gpu", "A100-40GB")[0]
@@ -153,7 +159,7 @@ def test_a_function_that_reads_a_value_runs_again_with_values(gpumem: Command) -
 
 
 def test_an_unknown_gpu_is_refused(gpumem: Command) -> None:
-    assert "'T5' is not a simulated GPU" in gpumem.refusal("net.py:train", "--gpu", "T5")
+    assert "'T5' is not a GPU model" in gpumem.refusal("net.py:train", "--gpu", "T5")
 
 
 def test_the_worst_rank_is_shown_for_each_number_of_ranks(gpumem: Command) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -260,6 +261,41 @@ def test_other_exits_have_a_sentence(gpumem: Gpumem, ends: str, code: int, sente
     assert ("why" in ran.err.splitlines()) == ("why" in ends)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_process_ends_as_without_the_command(gpumem: Gpumem) -> None:
+    script = gpumem.script(
+        """
+        import atexit, os, sys, torch
+
+        x = torch.ones(3, device="cuda")
+        own = os.getpid()
+        atexit.register(lambda: print("handler of", "parent" if os.getpid() == own else "child"))
+
+        def fails():
+            raise ValueError("why")
+
+        for ends in (lambda: None, lambda: sys.exit(4), lambda: sys.exit("text"), fails):
+            child = os.fork()
+            if not child:
+                ends()
+                break
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        """
+    )
+    ran = gpumem(script)
+
+    assert ran.code == 0
+    assert ran.lines[:8] == [
+        *("handler of child", "0", "handler of child", "4"),
+        *("handler of child", "1", "handler of child", "1"),
+    ]
+    assert ran.lines[8] == "handler of parent"
+    assert sum(line.startswith("script.py on") for line in ran.lines) == 1
+    said = ran.err.splitlines()
+    assert (said[0], said[-1]) == ("text", "ValueError: why")
+    assert "pytest_gpumem" not in ran.err
+
+
 def test_a_script_that_needs_values_runs_again_with_them(gpumem: Gpumem) -> None:
     script = gpumem.script(
         """
@@ -302,7 +338,7 @@ def test_only_the_informative_of_many_iterations_are_shown() -> None:
         (["binary.py"], "gpumem: 'binary.py'"),
         (["wrong.py"], "gpumem: 'wrong.py', line 2: SyntaxError: "),
         ([], "gpumem: the following arguments are required: SCRIPT"),
-        (["--gpu", "T5", "train.py"], "gpumem: 'T5' is not a simulated GPU"),
+        (["--gpu", "T5", "train.py"], "gpumem: 'T5' is not a GPU model"),
         (["--steps", "0", "train.py"], "gpumem: argument --steps: '0' is not a number of steps"),
         (["--steps", "x", "train.py"], "gpumem: argument --steps: 'x' is not a number of steps"),
         (

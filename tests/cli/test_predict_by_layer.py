@@ -203,7 +203,7 @@ def test_bad_input_is_one_sentence(gpumem: Command, target: str, sentence: str) 
 
 
 def test_an_unknown_gpu_is_refused(gpumem: Command) -> None:
-    assert "'T5' is not a simulated GPU" in gpumem.refusal("net.py:model", "--gpu", "T5")
+    assert "'T5' is not a GPU model" in gpumem.refusal("net.py:model", "--gpu", "T5")
 
 
 ON_THE_CPU = """

@@ -150,7 +150,7 @@ def test_a_narrow_terminal_shortens_the_source(
         (["net.py:broken"], "net.py:broken raised RuntimeError"),
         (["net.py::test"], "lines are those of a function; write path.py:function"),
         (["net.py:train", "--function", "net.py:torch.cos"], "has no lines; name a function"),
-        (["net.py:train", "--gpu", "T5"], "'T5' is not a simulated GPU"),
+        (["net.py:train", "--gpu", "T5"], "'T5' is not a GPU model"),
     ],
 )
 def test_bad_input_is_one_sentence(gpumem: Command, arguments: list[str], sentence: str) -> None:

@@ -49,3 +49,38 @@ def test_a_command_that_runs_code_says_that_torch_is_missing(
         "",
         "gpumem: this command runs code on torch, which is not installed: install torch\n",
     )
+
+
+UNLOADABLE = """
+import sys
+
+class Unloadable:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ImportError("libcudnn.so.9: cannot open shared object file", name="_C")
+
+sys.meta_path.insert(0, Unloadable())
+"""
+"""As ``from torch._C import *`` in torch/__init__.py fails, 2.15, without NVIDIA's packages."""
+
+
+def test_a_torch_that_cannot_be_imported_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(UNLOADABLE)
+    search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    said = {}
+    for command in ("predict", "net.py:train"), ("env",):
+        ran = subprocess.run(
+            [sys.executable, "-m", "pytest_gpumem.cli", *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": search},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said[command[0]] = ran.returncode, ran.stderr
+        shown = ran.stdout
+
+    why = "torch cannot be imported: libcudnn.so.9: cannot open shared object file"
+    assert said["predict"] == (2, f"gpumem: {why}; --device dry may work without it\n")
+    assert said["env"] == (0, "")
+    assert why in shown

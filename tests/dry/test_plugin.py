@@ -60,14 +60,17 @@ UNDER_TEST = "-p no:cacheprovider -p no:randomly".split()
 
 
 def pytest_in(
-    folder: Path, *arguments: str, device: str = "dry"
+    folder: Path, *arguments: str, device: str = "dry", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run pytest in a new process, in ``folder``."""
     chosen = f"--gpumem-device={device}"
-    command = [sys.executable, "-m", "pytest", *UNDER_TEST, chosen, *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=bare_environment(), capture_output=True, text=True, check=False
-    )
+    return run_in(folder, "pytest", *UNDER_TEST, chosen, *arguments, **variables)
+
+
+def run_in(folder: Path, *module: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a module with its arguments in a new process, in ``folder``."""
+    command, env = [sys.executable, "-m", *module], bare_environment() | variables
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 def reported(folder: Path, *arguments: str) -> Any:

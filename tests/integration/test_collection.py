@@ -82,7 +82,7 @@ def test_a_wrong_option_is_a_usage_error(project: Project) -> None:
 
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        ["ERROR: --gpumem-device='sim:T5': 'T5' is not a simulated GPU; known: T4, *"]
+        ["ERROR: --gpumem-device='sim:T5': 'T5' is not a GPU model; known: T4, *"]
     )
 
 

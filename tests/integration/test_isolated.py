@@ -167,3 +167,45 @@ def test_isolated_tests_run_with_pytest_rerunfailures(project: Project) -> None:
         """
     )
     project.run_apart("--reruns=1", use=("rerunfailures",)).assert_outcomes(passed=1)
+
+
+def test_an_isolated_test_needs_no_folder_of_pytests(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(isolate=True)
+        def test_apart():
+            torch.ones(3, device="cuda")
+        """
+    )
+    project.run_apart("-p", "no:tmpdir").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("name", ["randomly_seed", "cov_master_host", "cov_master_topdir"])
+def test_plugins_find_what_they_read_in_any_worker(project: Project, name: str) -> None:
+    """As pytest-randomly 5 does in pytest_configure, and pytest-cov in pytest_sessionstart."""
+    project.write(
+        conftest=f"""
+        def pytest_sessionstart(session):
+            assert "{name}" in getattr(session.config, "workerinput", ["{name}"])
+        """,
+        test_it="""
+        @pytest.mark.gpumem(isolate=True)
+        def test_apart():
+            torch.ones(3, device="cuda")
+        """,
+    )
+    project.run_apart().assert_outcomes(passed=1)
+
+
+def test_an_isolated_test_has_the_seed_of_pytest_randomly(project: Project) -> None:
+    pytest.importorskip("pytest_randomly")
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(isolate=True)
+        def test_apart(request):
+            assert request.config.option.randomly_seed == 7
+            torch.ones(3, device="cuda")
+        """
+    )
+    result = project.run_apart("--randomly-seed=7", use=("randomly",))
+    result.assert_outcomes(passed=1)

@@ -18,6 +18,11 @@ REASON = "E   ModuleNotFoundError: No module named 'foo'"
         (f"{HEADING}\n{REASON}\nERROR test_a.py", "", REASON),
         ("collected 0 items\n== no tests ran in 0.01s ==\n", "", "no tests ran in 0.01s"),
         ("", "ERROR: not found: test_a.py\n", "ERROR: not found: test_a.py"),
+        (
+            "",
+            "ERROR: usage: pytest [options]\npytest: error: unrecognized arguments: --nope\n",
+            "pytest: error: unrecognized arguments: --nope",
+        ),
         ("=====\n", "", "pytest ended with code 4"),
     ],
 )

@@ -154,7 +154,7 @@ def test_a_runner_without_a_price_is_refused(text: str) -> None:
 
 
 def test_an_unknown_runner_gets_a_suggestion() -> None:
-    with pytest.raises(ValueError, match="'A100' is not a simulated GPU; did you mean A100-40GB"):
+    with pytest.raises(ValueError, match="'A100' is not a GPU model; did you mean A100-40GB"):
         parse_runner("A100:1")
 
 

@@ -169,7 +169,7 @@ def find_machine(name: str | GpuModel | Machine) -> Machine:
     if isinstance(name, GpuModel):
         return Machine(name, 1)
     if not isinstance(name, str):
-        raise GpuError(f'{quoted(name)} is not a simulated GPU; write a name like "A100-40GB"')
+        raise GpuError(f'{quoted(name)} is not a GPU model; write a name like "A100-40GB"')
     model, star, number = name.partition("*")
     number = number.strip()
     if not star:
@@ -197,7 +197,7 @@ def find_gpu(name: str) -> GpuModel:
     if (gpu := by_folded_name.get(whole)) is not None:
         return _instance(gpu, profile, name) if slash else gpu
     raise GpuError(
-        f"{quoted(name)} is not a simulated GPU; {_suggestion(name)}known: {', '.join(GPUS)}"
+        f"{quoted(name)} is not a GPU model; {_suggestion(name)}known: {', '.join(GPUS)}"
     )
 
 

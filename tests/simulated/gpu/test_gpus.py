@@ -99,12 +99,12 @@ def test_an_unknown_name_gets_the_closest_ones_and_the_list(name: str, suggestio
     with pytest.raises(GpuError) as error:
         find_gpu(name)
     assert str(error.value) == (
-        f"{name!r} is not a simulated GPU; did you mean {suggestion}? known: {', '.join(GPUS)}"
+        f"{name!r} is not a GPU model; did you mean {suggestion}? known: {', '.join(GPUS)}"
     )
 
 
 def test_an_unknown_name_unlike_any_other_gets_the_list_alone() -> None:
-    with pytest.raises(GpuError, match=r"^'Instinct' is not a simulated GPU; known: T4, V100, "):
+    with pytest.raises(GpuError, match=r"^'Instinct' is not a GPU model; known: T4, V100, "):
         find_gpu("Instinct")
 
 
@@ -137,11 +137,11 @@ def test_an_invalid_number_of_gpus_is_refused(name: str) -> None:
 def test_a_value_that_is_no_name_is_refused(name: Any) -> None:
     with pytest.raises(GpuError) as error:
         find_machine(name)
-    assert str(error.value) == f'{name!r} is not a simulated GPU; write a name like "A100-40GB"'
+    assert str(error.value) == f'{name!r} is not a GPU model; write a name like "A100-40GB"'
 
 
 def test_the_model_of_a_machine_must_be_known() -> None:
-    with pytest.raises(GpuError, match=r"^'A100' is not a simulated GPU; did you mean A100-40GB"):
+    with pytest.raises(GpuError, match=r"^'A100' is not a GPU model; did you mean A100-40GB"):
         find_machine("A100*2")
 
 

@@ -526,7 +526,7 @@ def test_an_exception_inside_restores_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"model": "T5"}, "'T5' is not a simulated GPU"),
+        ({"model": "T5"}, "'T5' is not a GPU model"),
         ({"model": "T4", "torch_version": "1.13"}, "torch_version='1.13' is not a release"),
         ({"model": "T4", "torch_version": "new"}, "torch_version='new' is not a release"),
         ({"model": "T4", "alloc_conf": "foo:1"}, "Unrecognized"),
