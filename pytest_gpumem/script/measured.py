@@ -82,6 +82,8 @@ def run_measured(request: Request, device: Device, resources: ExitStack) -> Scri
     device.begin_test(script.name, (), lambda *_: None)
     counter = Steps(request.steps, lambda more: tracker.iterated(more=more))
     alarm = Alarm(request.seconds)
+    if isinstance(device, ComputingDevice):
+        device.work.check = alarm.check
     kept: AbstractContextManager[None] = nullcontext()
     if isinstance(device, SimulatedDevice) and not device.has_values:
         kept = checkpoints_protected(device.note)
