@@ -301,7 +301,12 @@ def _answer(run: ScriptRun, device: Device) -> ScriptResult:
         again = sentence if is_unknown else computing.reason_to_rerun(None, failed=failed)
         if computing.decided_by is not None:
             ending, sentence = endings.UNKNOWN, computing.decided_by
-    found = run.out_of_memory
+    measurements = run.measurements
+    if computing is not None and computing.decided_by is not None:
+        read = next((one for one in chain(run.error) if isinstance(one, UnknownValueError)), None)
+        if type(read) is not UnknownValueError:  # raised later than it was read, or not at all
+            measurements = ()
+    *post_mortem, remedy = run.out_of_memory.lines() if run.out_of_memory else [""]
     return ScriptResult(
         ending,
         sentence,
@@ -310,9 +315,10 @@ def _answer(run: ScriptRun, device: Device) -> ScriptResult:
         device.environment.gpu,
         device.total_memory,
         torch=torch.__version__.partition("+")[0],
-        measurements=run.measurements,
-        out_of_memory=found.to_dict() if found else None,
-        post_mortem=tuple(found.lines()) if found else (),
+        measurements=measurements,
+        out_of_memory=run.out_of_memory.to_dict() if run.out_of_memory else None,
+        post_mortem=tuple(post_mortem),
+        remedy=remedy,
         used_placeholder=used,
         again=again or "",
         further=computing.next_level if computing is not None and again else None,
