@@ -23,7 +23,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from pytest_gpumem.script import entry
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own
 
 PATIENCE = 0.01
@@ -33,6 +32,8 @@ PATIENCE = 0.01
 _HAS_TIMER = hasattr(signal, "setitimer")
 """Whether the system has a timer that sends a signal; Windows does not."""
 
+_STARTER = str(Path(__file__).with_name("entry.py"))
+"""The file whose frame is the outermost one of a script."""
 _WRAPPERS = str(Path(__file__).resolve().parents[1] / "measurement") + os.sep
 """The folder of the functions around a script's calls of modules and ``backward()``."""
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -174,7 +175,7 @@ class Alarm:
 def _computes(frame: FrameType | None) -> bool:
     """Return whether ``frame`` is in code of this package, or was called by it for an operator."""
     innermost = True
-    while frame is not None and (file := frame.f_code.co_filename) != entry.__file__:
+    while frame is not None and (file := frame.f_code.co_filename) != _STARTER:
         if is_own(file):
             if innermost or not file.startswith(_WRAPPERS):
                 return True
