@@ -39,7 +39,7 @@ class OutOfMemory:
     holders: tuple[Site, ...]
     """The live blocks, most bytes first."""
     avoided_by: tuple[str, ...]
-    """Allocator settings under which the same allocations fit."""
+    """Allocator settings under which the allocations up to this one, and this one, fit."""
     limit: int | None = None
     """Bytes of the device that this process may reserve, if that is not the whole device."""
     cause: str = ""
@@ -96,13 +96,14 @@ class OutOfMemory:
         return f"out of memory: {format_size(self.requested)} asked for{by}, {free}{over}{why}"
 
     def lines(self) -> list[str]:
-        """Return the text below the failure."""
+        """Return the text below the failure; the last line is on allocator settings."""
         unused, outside = format_size(self.fragmentation), format_size(self.elsewhere)
         remedy = f"no allocator setting would have helped (tried: {', '.join(REMEDIES)})"
         if self.avoided_by:
             remedy = (
-                f"it would have fitted with PYTORCH_CUDA_ALLOC_CONF={self.avoided_by[0]} "
-                "(found by replaying its allocations)"
+                "this request would have fitted with "
+                f"PYTORCH_CUDA_ALLOC_CONF={self.avoided_by[0]} "
+                "(found by replaying the allocations up to it)"
             )
         return [
             self.sentence,

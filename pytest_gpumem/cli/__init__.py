@@ -162,6 +162,10 @@ def _run(arguments: argparse.Namespace) -> int:
         print(*answer.texts(as_json=True))
     else:
         print(json.dumps(answer.data(), indent=2))
+    if answer.problem:
+        sys.stdout.flush()
+        code = _refused(answer.problem)
+        return int(answer.failed) or code
     return int(answer.failed)
 
 

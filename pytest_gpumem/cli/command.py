@@ -95,6 +95,8 @@ class Answer:
     """Function that returns the data for ``--json``: builtin types, sizes in bytes."""
     failed: bool = False
     """Whether the exit code is 1: a regression, or something that does not fit."""
+    problem: str = ""
+    """A sentence on a part that could not be run; otherwise the exit code is then 2."""
 
     def texts(self, *, as_json: bool) -> list[str]:
         """Return the lines to print, JSON as a single line for repeated output."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.composition import Site
@@ -189,13 +190,21 @@ def _phases_of(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def fit_table(
-    predictions: Sequence[Prediction], phases: Sequence[str], width: int
+    predictions: Sequence[Prediction],
+    phases: Sequence[str],
+    width: int,
+    verdicts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[str]:
-    """Yield a table of the GPUs that are large enough, with the peaks of ``phases``."""
+    """Yield a table of the GPUs that are large enough, with the peaks of ``phases``.
+
+    ``verdicts`` are the last cells of GPUs of which the peak does not show it.
+    """
     added = [name for name in ("code", "ranks") if any(getattr(one, name) for one in predictions)]
     header = ["GPU", *("" for _ in added), "memory", "peak", "reserved", *phases, "fits"]
     rows = [header, *(_row(one, added, phases) for one in predictions)]
     last = len(header) - 1
+    for row in rows:
+        row[last] = verdicts.get(row[0], row[last])
     given_up = [*range(last - 1, last - 1 - len(phases), -1), len(added) + 3]
     left = [*range(len(added) + 1), last]
     yield from table(rows, left=left, given_up=given_up, width=width)

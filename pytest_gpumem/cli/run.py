@@ -61,7 +61,13 @@ def run(arguments: argparse.Namespace) -> Answer | int:
             "test": test,
         },
         failed=not all(result.fits for result in results),
+        problem=next((f"{script.name}: {one.sentence}" for one in results if _is_part(one)), ""),
     )
+
+
+def _is_part(result: ScriptResult) -> bool:
+    """Return whether the numbers are those of the part before an unknown value."""
+    return result.ending == endings.UNKNOWN
 
 
 def _failed(script: Script, result: ScriptResult) -> int:
@@ -85,6 +91,7 @@ def _prediction(result: ScriptResult) -> Prediction:
 def _to_dict(result: ScriptResult) -> dict[str, Any]:
     return {
         **_prediction(result).to_dict(),
+        "fits": None if _is_part(result) and result.fits else result.fits,
         "simulated": result.measurements[0].simulated,
         "torch": result.torch,
         "ending": result.ending,
@@ -106,12 +113,13 @@ def lines(
         endings.STOPPED: f"stopped after {counted(first.steps, 'step')}",
         endings.TIME: f"stopped after {first.seconds:.0f} s, {_when(first)}",
         endings.ENDED: f"ran to its end, {counted(first.steps, 'step')}",
+        endings.UNKNOWN: f"stopped at an unknown value, {_when(first)}",
         endings.OUT_OF_MEMORY: f"ran out of memory {_when(first)}",
     }[first.ending]
     yield f"{script.name} on {kind} {first.gpu} (torch {first.torch}): {ended}"
     yield ""
     if post_mortem := first.post_mortem:
-        yield from post_mortem
+        yield from (*post_mortem, first.remedy)
         yield ""
     for index, measured in enumerate(first.measurements):
         if index:
@@ -121,11 +129,18 @@ def lines(
         yield ""
         yield from _peak_lines(measured, width)
     yield ""
-    yield from fit_table([_prediction(result) for result in results], (), width)
+    verdicts = {
+        result.gpu: "unknown" if result.fits else "no, it ran out of memory"
+        for result in results
+        if result.ending == endings.OUT_OF_MEMORY or (_is_part(result) and result.fits)
+    }
+    yield from fit_table([_prediction(result) for result in results], (), width, verdicts)
     yield ""
     yield CONTEXT
     notes = (note for result in results for one in result.measurements for note in one.notes)
     yield from dict.fromkeys(f"note: {note}" for note in notes)
+    parts = (result.reason for result in results if _is_part(result))
+    yield from dict.fromkeys(f"note: the script was not run any further: {why}" for why in parts)
     if any(result.ending == endings.TIME for result in results):
         yield "note: its time was over, so its peak may be still to come: give more --seconds"
     if test is not None:

@@ -82,6 +82,8 @@ def run_measured(request: Request, device: Device, resources: ExitStack) -> Scri
     device.begin_test(script.name, (), lambda *_: None)
     counter = Steps(request.steps, lambda more: tracker.iterated(more=more))
     alarm = Alarm(request.seconds)
+    if isinstance(device, ComputingDevice):
+        device.work.check = alarm.check
     kept: AbstractContextManager[None] = nullcontext()
     if isinstance(device, SimulatedDevice) and not device.has_values:
         kept = checkpoints_protected(device.note)
@@ -341,7 +343,12 @@ def _answer(run: ScriptRun, device: Device) -> ScriptResult:
         again = sentence if is_unknown else computing.reason_to_rerun(None, failed=failed)
         if computing.decided_by is not None:
             ending, sentence = endings.UNKNOWN, computing.decided_by
-    found = run.out_of_memory
+    measurements = run.measurements
+    if computing is not None and computing.decided_by is not None:
+        read = next((one for one in chain(run.error) if isinstance(one, UnknownValueError)), None)
+        if type(read) is not UnknownValueError:  # raised later than it was read, or not at all
+            measurements = ()
+    *post_mortem, remedy = run.out_of_memory.lines() if run.out_of_memory else [""]
     return ScriptResult(
         ending,
         sentence,
@@ -350,9 +357,10 @@ def _answer(run: ScriptRun, device: Device) -> ScriptResult:
         device.environment.gpu,
         device.total_memory,
         torch=torch.__version__.partition("+")[0],
-        measurements=run.measurements,
-        out_of_memory=found.to_dict() if found else None,
-        post_mortem=tuple(found.lines()) if found else (),
+        measurements=measurements,
+        out_of_memory=run.out_of_memory.to_dict() if run.out_of_memory else None,
+        post_mortem=tuple(post_mortem),
+        remedy=remedy,
         used_placeholder=used,
         again=again or "",
         further=computing.next_level if computing is not None and again else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.script.entry import Script, ScriptError
+from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.serialization import Plain
 
@@ -83,10 +85,15 @@ class ScriptResult(Plain):
     """Whether memory sufficed; if not, its numbers may be those of a run with unlimited memory."""
     torch: str = ""
     measurements: tuple[Measurement, ...] = ()
-    """The measurements of the requested device first, then of others that were used."""
+    """The measurements of the requested device first, then of others that were used.
+
+    After a read of an unknown value they are those of the part before it, or none.
+    """
     out_of_memory: Mapping[str, Any] | None = None
     """The reason why the last failed allocation failed."""
     post_mortem: tuple[str, ...] = ()
+    remedy: str = ""
+    """The last line of the post-mortem: an allocator setting that helps, or that none does."""
     used_placeholder: bool = False
     """Whether the run used a value that was not computed."""
     again: str = ""
@@ -100,6 +107,20 @@ class ScriptResult(Plain):
         """Return the level of another run that takes at most ``seconds``; ``None`` for none."""
         takes_too_long = self.further is ValueLevel.ALL and self.work > seconds
         return None if takes_too_long else self.further
+
+    @property
+    def reason(self) -> str:
+        """The read that the run depends on, as a clause."""
+        return self.again.partition(", which")[0]
+
+    def enough_for(self, steps: int) -> int:
+        """Return seconds in which all values of ``steps`` steps are likely to be computed.
+
+        The work is that of the steps up to the unknown value, and a lower limit.
+        """
+        likely = 2 * self.work * max(steps / max(self.steps, 1), 1)
+        digits: int = 10 ** max(math.floor(math.log10(max(likely, 1))) - 1, 0)
+        return math.ceil(likely / digits) * digits
 
 
 GRACE = 120.0
@@ -127,14 +148,7 @@ def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool)
 
     If ``quiet``, the script's output goes to stderr.
     """
-    request = Request(script, gpu, steps, seconds, Path())
-    answer = _run_process(request, quiet=quiet)
-    while (computed := answer.next_values(seconds)) is not None:
-        why = answer.again.partition(", which")[0]
-        _print(f"{script.name} runs again, with {_VALUES[computed]} on the CPU: {why}")
-        request = replace(request, computed=computed, again=why)
-        answer = _run_process(request, quiet=quiet)
-    _check(answer, request)
+    request, answer = _run_with_values(Request(script, gpu, steps, seconds, Path()), quiet=quiet)
     if answer.ending != OUT_OF_MEMORY:
         return answer
     answer = replace(answer, fits=False)
@@ -144,15 +158,42 @@ def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool)
         f"{script.name} ran out of memory on {answer.gpu}. Running again without a memory limit, "
         "to see what it needs"
     )
-    larger = _run_process(replace(request, unbounded=True), quiet=quiet)
-    _check(larger, request)
+    try:
+        _, larger = _run_with_values(replace(request, unbounded=True), quiet=quiet)
+    except ScriptError as error:  # what is known is reported
+        _print(str(error))
+        return answer
+    peak, remedy = larger.measurements[0].peak_allocated, answer.remedy
+    if peak > answer.total_memory:  # the replay knows only the requests up to the failed one
+        remedy = f"  no allocator setting would help: the peak is {format_size(peak)}"
     return replace(
         larger,
         fits=False,
         total_memory=answer.total_memory,
         out_of_memory=answer.out_of_memory,
         post_mortem=answer.post_mortem,
+        remedy=remedy,
     )
+
+
+def _run_with_values(request: Request, *, quiet: bool) -> tuple[Request, ScriptResult]:
+    """Return the last run of ``request``, which has as many values as needed and affordable."""
+    name, seconds = request.script.name, request.seconds
+    answer = _run_process(request, quiet=quiet)
+    while (computed := answer.next_values(seconds)) is not None:
+        why = answer.reason
+        _print(f"{name} runs again, with {_VALUES[computed]} on the CPU: {why}")
+        request = replace(request, computed=computed, again=why)
+        answer = _run_process(request, quiet=quiet)
+    if answer.ending == UNKNOWN and answer.further is not None:
+        sentence = (
+            f"{answer.sentence}; and computing values on the CPU takes at least "
+            f"{answer.work:,.0f} s, more than --seconds {seconds:g}: give --seconds "
+            f"{answer.enough_for(request.steps)} or more"
+        )
+        answer = replace(answer, sentence=sentence)
+    _check(answer, name)
+    return request, answer
 
 
 def _print(sentence: str) -> None:
@@ -180,18 +221,12 @@ def _run_process(request: Request, *, quiet: bool) -> ScriptResult:
     return answer
 
 
-def _check(answer: ScriptResult, request: Request) -> None:
-    """Raise :class:`ScriptError` if a run has no usable result."""
-    name = request.script.name
-    if answer.ending == UNKNOWN and answer.further is not None:
-        raise ScriptError(
-            f"{name}: {answer.sentence}; and computing values on the CPU takes at least "
-            f"{answer.work:,.0f} s, more than --seconds {request.seconds:g}"
-        )
-    if answer.ending in (REFUSED, NOT_RUN, UNKNOWN):
+def _check(answer: ScriptResult, name: str) -> None:
+    """Raise :class:`ScriptError` if a run of the script ``name`` has no usable result."""
+    used = any(one.peak_allocated for one in answer.measurements)
+    if answer.ending in (REFUSED, NOT_RUN) or (answer.ending == UNKNOWN and not used):
         raise ScriptError(f"{name}: {answer.sentence}")
-    ran = answer.ending in (STOPPED, ENDED, TIME)
-    if ran and not any(one.peak_allocated for one in answer.measurements):
+    if answer.ending in (STOPPED, ENDED, TIME) and not used:
         raise ScriptError(
             f"{name} allocated nothing on the {answer.gpu} in {answer.seconds:.0f} s: it may "
             "choose another device by its own options, or need more --seconds to come to it"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import sys
+import sysconfig
 import threading
+import time
 from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from pytest_gpumem.simulated.common.callsite import is_internal
+from pytest_gpumem.simulated.common.callsite import is_internal, is_own
 
 PATIENCE = 0.01
 """Seconds before a further attempt to stop a script that was inside an operator."""
@@ -28,8 +32,12 @@ PATIENCE = 0.01
 _HAS_TIMER = hasattr(signal, "setitimer")
 """Whether the system has a timer that sends a signal; Windows does not."""
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_DEVICE = f"{_PACKAGE}simulated{os.sep}"
+_STARTER = str(Path(__file__).with_name("entry.py"))
+"""The file whose frame is the outermost one of a script."""
+_WRAPPERS = str(Path(__file__).resolve().parents[1] / "measurement") + os.sep
+"""The folder of the functions around a script's calls of modules and ``backward()``."""
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = sysconfig.get_path("purelib") + os.sep
 
 
 class StopError(BaseException):
@@ -94,46 +102,92 @@ class Steps:
 
 
 class Alarm:
-    """A timer that raises :class:`StopError` in the main thread after a number of seconds."""
+    """A timer that raises :class:`StopError` in a script after a number of seconds.
+
+    A signal interrupts the main thread, whatever it waits for, except in code of this package,
+    which a half-done operator would leave in disorder. A run that computes values is nearly always
+    there, and its ``backward()`` may run in a thread of autograd: such operators call
+    :meth:`check` before they begin.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._end = math.inf
+        """The time at which to stop the script; infinite if it has been stopped, or has ended."""
         self.rang = False
+        self._timer: threading.Timer | None = None
 
     @contextmanager
     def set(self) -> Iterator[None]:
         """Run the timer inside."""
-        timer = threading.Timer(self._seconds, interrupt_main)
-        timer.daemon = True
         number = signal.SIGALRM if _HAS_TIMER else signal.SIGINT
-        before = signal.signal(number, self._ring)
-        if _HAS_TIMER:
-            signal.setitimer(signal.ITIMER_REAL, self._seconds)
-        else:
-            timer.start()
+        before, unraisable = signal.signal(number, self._ring), sys.unraisablehook
+
+        def report(error: sys.UnraisableHookArgs) -> None:
+            if not issubclass(error.exc_type, StopError):
+                unraisable(error)
+                return
+            # It was raised in a finalizer or a callback of the script's, where it ends nothing.
+            self._end, self.rang = 0.0, False
+            self._start(PATIENCE)
+
+        sys.unraisablehook = report
+        self._end = time.monotonic() + self._seconds
+        self._start(self._seconds)
         try:
             yield
         finally:
-            if _HAS_TIMER:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            timer.cancel()
+            self._end = math.inf
+            self._start(0)
             signal.signal(number, before)
+            sys.unraisablehook = unraisable
+
+    def check(self) -> None:
+        """Raise :class:`StopError` if the time is over, once: ``finally`` blocks run afterwards."""
+        if time.monotonic() >= self._end:
+            self._stop()
+
+    def _start(self, seconds: float) -> None:
+        """Send a signal in so many seconds; with 0, send none."""
+        if _HAS_TIMER:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        if seconds:
+            self._timer = threading.Timer(seconds, interrupt_main)
+            self._timer.daemon = True
+            self._timer.start()
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
-        if not _computes(frame):
-            self.rang = True
-            raise StopError
-        if _HAS_TIMER:
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+        if self._end == math.inf:
+            return
+        if _computes(frame):
+            self._start(PATIENCE)
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._end, self.rang = math.inf, True
+        raise StopError
 
 
 def _computes(frame: FrameType | None) -> bool:
-    """Return whether ``frame`` is inside the simulation of an operator, which has to finish."""
+    """Return whether ``frame`` is in code of this package, or was called by it for an operator."""
     innermost = True
-    while frame is not None and is_internal(frame.f_code.co_filename):
-        own = frame.f_code.co_filename.startswith(_PACKAGE)
-        if own and (innermost or frame.f_code.co_filename.startswith(_DEVICE)):
-            return True
-        innermost = innermost and own
+    while frame is not None and (file := frame.f_code.co_filename) != _STARTER:
+        if is_own(file):
+            if innermost or not file.startswith(_WRAPPERS):
+                return True
+        elif not _is_standard(file):  # which this package calls in finalizers, too
+            innermost = False
+            if not is_internal(file):
+                return False
         frame = frame.f_back
     return False
+
+
+def _is_standard(file: str) -> bool:
+    if file.startswith("<"):  # frozen, or made by the standard library: a dataclass's __init__
+        return True
+    return file.startswith(_STANDARD) and not file.startswith(_INSTALLED)

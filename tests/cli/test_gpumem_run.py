@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -313,6 +314,103 @@ def test_a_script_that_needs_values_runs_again_with_them(gpumem: Gpumem) -> None
     assert ran.sentence == f"gpumem: script.py runs again, with real values on the CPU: {again}"
     assert f"note: run again with real values on the CPU: {again}" in ran.lines
     assert f"    @pytest.mark.gpumem(max={16 * MIB:_}" in ran.out
+
+
+DECIDES = """
+    import torch
+    x = torch.empty(1 << 15, 1 << 15, device="cuda")
+    for _ in range(200):  # 1.4e16 operations
+        y = x @ x
+    kept = torch.empty(12 << 30, dtype=torch.uint8, device="cuda")
+    if y.sum().item() > 0:
+        torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_a_script_whose_values_take_too_long_is_reported_up_to_them(gpumem: Gpumem) -> None:
+    ran = gpumem("--gpu", "T4", "--gpu", "A100-40GB", "--seconds", "50", gpumem.script(DECIDES))
+
+    assert ran.code == 1  # it has run out of memory on the T4
+    assert ran.lines[0].endswith(": stopped at an unknown value, before its first step")
+    assert ran.lines[2].startswith("out of memory: 12.00 GiB asked for by script.py:6 torch.empty")
+    # x, y and what is kept, 4 + 4 + 12 GiB, exceed the device whatever the allocator does.
+    assert "  no allocator setting would help: the peak is 20.01 GiB" in ran.lines
+    t4, a100 = _rows(ran)
+    assert "missing" in t4
+    assert a100.endswith("unknown")
+    read = "> of an item() at script.py:7 depends on a value of a CUDA tensor"
+    assert f"note: the script was not run any further: {read}" in ran.lines
+    assert ran.sentence.startswith(f"gpumem: script.py: {read}, which a simulated GPU does not")
+    assert re.search(r"at least [\d,]+ s, more than --seconds 50: give --seconds \d+ or", ran.err)
+    assert "a test that keeps the number" not in ran.out
+
+
+def _rows(ran: Ran) -> list[str]:
+    """Return the rows of the table of GPUs."""
+    begin = next(i for i, line in enumerate(ran.lines) if line.startswith("GPU "))
+    return ran.lines[begin + 1 : ran.lines.index("", begin)]
+
+
+def test_it_is_unknown_whether_a_script_fits_after_an_unknown_value(gpumem: Gpumem) -> None:
+    ran = gpumem("--json", "--seconds", "50", gpumem.script(DECIDES))
+
+    assert ran.code == 2
+    told = json.loads(ran.out)
+    (a100,) = told["gpus"]
+    assert (a100["ending"], a100["fits"], told["test"]) == ("unknown value", None, None)
+    assert a100["peak_allocated"] // GIB == 20  # without the 20 GiB of the branch
+
+
+@pytest.mark.parametrize(
+    ("steps", "work", "seconds"),
+    # Twice the work of both steps, in two digits.
+    [(1, 138.2, 560), (0, 1000.0, 4000), (2, 90.1, 190), (0, 0.3, 2)],
+)
+def test_the_seconds_that_suffice_are_estimated(steps: int, work: float, seconds: int) -> None:
+    assert ScriptResult("unknown value", steps=steps, work=work).enough_for(2) == seconds
+
+
+@pytest.mark.parametrize(
+    ("more", "remedy"),
+    [
+        (0, "  this request would have fitted with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:T"),
+        # 600 × 9 MiB, and 24 GiB
+        (20, "  no allocator setting would help: the peak is 29.27 GiB"),
+    ],
+)
+def test_a_setting_is_advised_only_if_the_whole_peak_fits(
+    gpumem: Gpumem, more: int, remedy: str
+) -> None:
+    script = gpumem.script(
+        f"""
+        import torch
+        def allocate(size):
+            return torch.empty(size, dtype=torch.uint8, device="cuda")
+        pieces = [allocate(9 << 20) for _ in range(1200)]
+        del pieces[::2]
+        kept = allocate(4 << 30)
+        more = allocate({more} << 30)
+        """
+    )
+    ran = gpumem("--gpu", "T4", script)
+    assert ran.code == 1
+    assert ran.lines[5].startswith(remedy)
+
+
+def test_an_out_of_memory_report_outlives_a_failure_without_a_limit(gpumem: Gpumem) -> None:
+    script = gpumem.script(
+        """
+        import os, torch
+        torch.empty(16 << 30, dtype=torch.uint8, device="cuda")
+        os._exit(0)
+        """
+    )
+    ran = gpumem("--gpu", "T4", script)
+    assert ran.code == 1
+    assert ran.lines[0].endswith(": ran out of memory before its first step")
+    assert ran.lines[2].startswith("out of memory: 16.00 GiB asked for by script.py:3 torch.empty")
+    assert _rows(ran)[0].endswith("no, it ran out of memory")
+    assert ran.sentence.startswith("gpumem: script.py ended its process with code 0")
 
 
 def test_only_the_informative_of_many_iterations_are_shown() -> None:

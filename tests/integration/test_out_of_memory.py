@@ -44,7 +44,8 @@ def test_out_of_memory_names_the_request_the_holders_and_a_remedy(project: Proje
             "1.72 GiB free of 14.75 GiB, 285.9 MiB too much",
             "  5.86 GiB allocated, 7.17 GiB reserved and not allocated, 0 B held outside PyTorch",
             "  5.86 GiB  other  test_oom.py:7  torch.empty  2000 × 3.0 MiB uint8",
-            "  it would have fitted with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True *",
+            "  this request would have fitted with PYTORCH_CUDA_ALLOC_CONF="
+            "expandable_segments:True (found by replaying the allocations up to it)",
             "  10.00 GiB  other  test_oom.py:7  torch.empty  1 × 10.00 GiB uint8",
             "  no allocator setting would have helped (tried: expandable_segments:True, *",
         ]

@@ -105,6 +105,27 @@ def test_cleaning_up_at_the_end_of_a_script_is_no_iteration(run: Running) -> Non
     assert ran.measurements[0].peak_allocated > 32 * MIB > phases["step_1"].peak_allocated
 
 
+def test_a_run_with_values_is_stopped_between_its_operators(folder: Path) -> None:
+    # 400 products of 2 GFLOP take more than 10 s on one core, nearly all of them in operators.
+    (folder / "script.py").write_text(
+        dedent(
+            """
+            import torch
+            weight = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+            y = weight
+            for _ in range(400):
+                y = y @ weight
+            """
+        )
+    )
+    request = Request(Script("script.py"), "T4", 2, 1.0, Path())
+    with ExitStack() as resources:
+        ran = run_measured(request, SimulatedDevice("T4", real_values=True), resources)
+    assert isinstance(ran.error, StopError)
+    assert ran.time_is_over
+    assert ran.seconds < 6
+
+
 def test_running_out_of_memory_is_recorded_with_the_holders(run: Running) -> None:
     ran = run(
         """

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
 
-from pytest_gpumem.script.stopping import Alarm, Steps, StopError
+from pytest_gpumem.measurement import automatic_phases
+from pytest_gpumem.script import entry
+from pytest_gpumem.script.stopping import Alarm, Steps, StopError, _computes
+from pytest_gpumem.simulated.machine import pool_contents
+
+T = TypeVar("T")
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -115,3 +125,83 @@ def test_an_alarm_is_cancelled_by_an_earlier_end() -> None:
         pass
     time.sleep(0.1)
     assert not alarm.rang
+
+
+def test_an_alarm_that_a_finalizer_swallows_rings_again() -> None:
+    number = getattr(signal, "SIGALRM", signal.SIGINT)
+
+    class Held:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+            swallowed.append("the rest of a finalizer")
+
+    alarm, swallowed = Alarm(60), list[str]()
+    with alarm.set(), pytest.raises(StopError):
+        Held()
+        time.sleep(20)
+    assert (alarm.rang, swallowed) == (True, [])
+
+
+def test_other_exceptions_of_finalizers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        def __del__(self) -> None:
+            raise KeyError
+
+    reported = list[type[BaseException]]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_type))
+    with Alarm(60).set():
+        Held()
+    Held()
+    assert reported == [KeyError, KeyError]
+
+
+def test_a_check_raises_once_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Alarm, "_start", lambda alarm, seconds: None)  # no signal comes
+    alarm = Alarm(0.05)
+    with alarm.set():
+        alarm.check()
+        time.sleep(0.06)
+        with pytest.raises(StopError):
+            alarm.check()
+        alarm.check()  # in a finally block
+    assert alarm.rang
+
+
+def called_in(files: list[str], function: Callable[[], T]) -> T:
+    """Call ``function``, as it is written, in functions of ``files``, the outermost first."""
+    for file in reversed(files):
+        names = {"function": function}
+        exec(compile("def call():\n    return function()\n", file, "exec"), names)
+        function = names["call"]
+    return function()
+
+
+OWN, STANDARD, TORCH = pool_contents.__file__, weakref.__file__, torch._ops.__file__
+PHASES, STARTER, USERS = automatic_phases.__file__, entry.__file__, "/home/user/train.py"
+INSTALLED = pytest.__file__
+
+
+@pytest.mark.parametrize(
+    ("files", "computes"),
+    [
+        # From the outermost function to the innermost one.
+        ([USERS], False),
+        ([USERS, OWN], True),
+        ([USERS, OWN, STANDARD], True),  # a finalizer of this package
+        ([USERS, OWN, TORCH, STANDARD], True),
+        ([USERS, OWN, TORCH, "<frozen importlib._bootstrap>"], True),
+        ([USERS, OWN, TORCH, USERS], False),
+        ([USERS, OWN, TORCH, INSTALLED], False),
+        ([USERS, TORCH, STANDARD], False),  # a loader waits for its worker
+        ([USERS, PHASES], True),
+        ([USERS, PHASES, STANDARD], True),
+        ([USERS, PHASES, TORCH], False),
+        ([STARTER, STANDARD], False),  # python -m of the standard library
+    ],
+)
+def test_a_signal_interrupts_a_script_only_outside_of_this_package(
+    files: list[str], computes: bool
+) -> None:
+    frames = "lambda: sys._getframe(1)"  # a function of a frozen module, which is passed over
+    frame = called_in(files, eval(compile(frames, "<frozen test>", "eval"), {"sys": sys}))
+    assert _computes(frame) is computes

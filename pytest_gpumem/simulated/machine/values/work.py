@@ -70,6 +70,8 @@ class Work:
         self._spent = 0.0
         self._shown = 0.0
         self._show: Callable[[float], None] | None = None
+        self.check: Callable[[], None] = lambda: None
+        """Called before operators that may take long; an exception that it raises ends the run."""
 
     def begin(self) -> None:
         """Reset the counts, without a limit."""
@@ -97,6 +99,7 @@ class Work:
         known, times = self._calls, self._times
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
+            self.check()
             result = handler(args, kwargs)
             try:
                 shapes = [getattr(value, "shape", None) for value in (result, *args[:4])]
@@ -123,6 +126,7 @@ class Work:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Compute values inside, which counts as work; raises :class:`WorkLimitError`."""
+        self.check()
         if self._limit is None:
             yield
             return
