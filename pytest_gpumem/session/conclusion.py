@@ -233,7 +233,7 @@ class Conclusion:
             try:
                 self._annotations += _write(target, run)
             except ValueError as error:
-                yield str(error)
+                yield f"the exit status is not 0, because {error}"
 
 
 def _write(target: ReportTarget, run: ReportedRun) -> Sequence[str]:
