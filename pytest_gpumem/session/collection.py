@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import pytest
@@ -24,8 +24,11 @@ _NO_GPU = r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA 
 def check(parts: Parts, report: pytest.CollectReport) -> None:
     """Turn an error in a test's marker into an error of its collection."""
     items = [node for node in report.result or () if isinstance(node, pytest.Item)]
+    markers: list[str] = parts.config.getini("markers") if items else []
+    registered = {re.split("[:(]", line, maxsplit=1)[0].strip() for line in markers}
     problems = (
-        (item.nodeid, parts.expectations.problem(item) or _misspelt(item)) for item in items
+        (item.nodeid, parts.expectations.problem(item) or _misspelt(item, registered))
+        for item in items
     )
     errors = [f"{nodeid}: {problem}" for nodeid, problem in problems if problem]
     if errors:
@@ -117,15 +120,12 @@ def selected(parts: Parts, items: Sequence[pytest.Item]) -> None:
         parts.sharing.plan((item, *found) for item, found in shared if found)
 
 
-def _misspelt(item: pytest.Item) -> str:
+def _misspelt(item: pytest.Item, registered: Set[str]) -> str:
     """Return the error in a marker that is nearly this plugin's, which would check nothing.
 
-    A marker that the project has registered is its own.
+    A marker that the project has ``registered`` is its own.
     """
-    names = {mark.name for mark in item.iter_markers()}
-    if names:
-        registered: list[str] = item.config.getini("markers")
-        names.difference_update(re.split("[:(]", line)[0].strip() for line in registered)
+    names = {mark.name for mark in item.iter_markers()} - registered
     if not names:
         return ""
     from difflib import get_close_matches
