@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -13,6 +14,13 @@ def relative(path: str | Path, folder: str | Path) -> str:
         return os.path.relpath(path, folder)
     except ValueError:
         return str(path)
+
+
+def from_here(path: Path) -> Path:
+    """Return ``path`` relative to the current folder if it lies below it, else unchanged."""
+    with suppress(ValueError, OSError):  # OSError: the current folder is gone
+        return path.relative_to(Path.cwd())
+    return path
 
 
 class GitError(ValueError):

@@ -15,6 +15,7 @@ from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import compact
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import DocumentError, NewerError, document, schema_problem
+from pytest_gpumem.paths import from_here
 from pytest_gpumem.quoting import printable, quoted_for_shell
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.values.environment import Environment
@@ -206,7 +207,7 @@ def file_bytes(path: Path) -> bytes | None:
     """Return the bytes of a baseline file, ``None`` where there is none."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise BaselineError(f"baseline {path} is not a file; move it away")
+            raise BaselineError(f"baseline {from_here(path)} is not a file; move it away")
         return path.read_bytes()
     except FileNotFoundError:
         return None
@@ -230,14 +231,15 @@ def serialize(path: Path, environment: Environment, tests: Entries) -> bytes:
         "tests": tests.data,
     }
     if problem := schema_problem(__package__, data):
-        raise BaselineError(f"baseline {path} was not written: {problem}")
+        raise BaselineError(f"baseline {from_here(path)} was not written: {problem}")
     return f"{_layout(data, '')}\n".encode("ascii")
 
 
 def unusable(verb: str, path: Path, error: OSError) -> BaselineError:
     """Return the error for a file that cannot be read or written."""
     reason = error.strerror or error
-    return BaselineError(f"baseline {path} cannot be {verb}: {reason}; check {path.parent}")
+    file, folder = from_here(path), from_here(path.parent)
+    return BaselineError(f"baseline {file} cannot be {verb}: {reason}; check {folder}")
 
 
 def _parsed(path: Path, content: bytes) -> BaselineFile:
@@ -252,7 +254,7 @@ def _parsed(path: Path, content: bytes) -> BaselineFile:
                 parse_constant=_not_a_number,
             )
     except NewerError as error:
-        raise BaselineError(f"baseline {path} {error}") from error
+        raise BaselineError(f"baseline {from_here(path)} {error}") from error
     except DocumentError as error:
         problem = (
             f"is damaged or not one of pytest-gpumem: {error}; restore it from version control or "
@@ -266,7 +268,7 @@ def _parsed(path: Path, content: bytes) -> BaselineFile:
                 f"folder, by git checkout --ours {name} or git checkout --theirs {name}, then "
                 "record its tests again"
             )
-        raise BaselineError(f"baseline {path} {problem}") from error
+        raise BaselineError(f"baseline {from_here(path)} {problem}") from error
     return BaselineFile(Environment.from_dict(data["environment"]), Entries(data["tests"]))
 
 
@@ -314,6 +316,6 @@ _text = json.encoder.encode_basestring_ascii
 
 def _misplaced(path: Path, environment: Environment, key: str) -> BaselineError:
     return BaselineError(
-        f"baseline {path} was recorded for {environment.key}, not for {printable(key)}; move it to "
-        "the folder of its environment"
+        f"baseline {from_here(path)} was recorded for {environment.key}, not for "
+        f"{printable(key)}; move it to the folder of its environment"
     )

@@ -24,6 +24,7 @@ from pytest_gpumem.baseline.content import (
 )
 from pytest_gpumem.baseline.locks import PATIENCE, LockError, Locks
 from pytest_gpumem.jsonfile import replace_file
+from pytest_gpumem.paths import from_here
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.values.environment import Environment
 
@@ -67,7 +68,7 @@ class BaselineStore:
             name = quoted(module) if module else "the test's file"  # pytest's id leaves it out
             raise BaselineError(
                 f"{name} lies outside pytest's rootdir, so its baselines have no place "
-                f"under {self.root}; set --rootdir to a folder that holds it"
+                f"under {from_here(self.root)}; set --rootdir to a folder that holds it"
             )
         return self.root.joinpath(key, *parts[:-1], f"{parts[-1]}.json")
 
@@ -121,8 +122,8 @@ class BaselineStore:
             return None
         if path.is_symlink():
             raise BaselineError(
-                f"baseline {path} is a symbolic link and is not written through; put the file "
-                "itself in its place"
+                f"baseline {from_here(path)} is a symbolic link and is not written through; put "
+                "the file itself in its place"
             )
         try:
             with self._locks.holding() as draft:
@@ -136,7 +137,7 @@ class BaselineStore:
                     self._remove(path)
                 return path
         except LockError as error:
-            raise BaselineError(f"baseline {path} was not written: {error}") from error
+            raise BaselineError(f"baseline {from_here(path)} was not written: {error}") from error
         except OSError as error:
             raise unusable("written", path, error) from error
 

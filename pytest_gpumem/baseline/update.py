@@ -167,10 +167,8 @@ def _write_changes(
         try:
             path = store.edit(plan.environment, plan.module, plan.apply)
         except BaselineError as error:
-            errors[str(error)] = None
-            if lost := len(plan.measured):
-                file = f"{counted(lost, 'test')} of {plan.module}"
-                messages[f"{file} not recorded: its file is of no use"] = None
+            lost = f"{counted(len(plan.measured), 'test')} of {plan.module} not recorded: "
+            errors[f"{lost if plan.measured else ''}{error}"] = None
             continue
         written += [path] if path else []
         done.append(plan)

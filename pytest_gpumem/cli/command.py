@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pytest_gpumem.quoting import printable
+from pytest_gpumem.text import shorten, wrap
 
 T = TypeVar("T")
 
@@ -175,6 +176,7 @@ class ExamplesBelow(argparse.HelpFormatter):
 
 
 GAP = "  "
+LEAST_TEXT = 20
 UNLIMITED = 1 << 20
 """The width of output to a file or a pipe."""
 
@@ -184,24 +186,38 @@ def terminal_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
 
 
+def sentences(lines: Iterable[str]) -> Iterator[str]:
+    """Yield ``lines`` of words, without repetitions, wrapped at the width of the terminal."""
+    width = terminal_width()
+    for line in dict.fromkeys(lines):
+        yield from wrap(line, width, rest="  ") or [""]
+
+
 def table(
     rows: Sequence[Sequence[str]],
     *,
     left: Collection[int],
     given_up: Sequence[int] = (),
+    long: int | None = None,
     width: int = UNLIMITED,
 ) -> Iterator[str]:
     """Yield ``rows`` in columns, those in ``left`` aligned to the left.
 
-    In a narrow terminal as many of the columns ``given_up`` as necessary are left out, in order.
+    In a narrow terminal as many of the columns ``given_up`` as necessary are left out, in order;
+    then the texts of the column ``long`` are shortened, to :data:`LEAST_TEXT` at least.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     kept = set(range(len(widths)))
     for index in given_up:
         if sum(widths[one] + len(GAP) for one in kept) - len(GAP) > width:
             kept.discard(index)
-    for row in rows:
+    over = sum(widths[one] + len(GAP) for one in kept) - len(GAP) - width
+    if long is not None and over > 0:
+        widths[long] = max(widths[long] - over, min(widths[long], LEAST_TEXT))
+        for row in texts:
+            row[long] = shorten(row[long], widths[long])
+    for row in texts:
         cells = (
             cell.ljust(widths[index]) if index in left else cell.rjust(widths[index])
             for index, cell in enumerate(row)

@@ -12,8 +12,16 @@ from typing import Any
 
 from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.command import Answer, Argument, Command, parsed, table
-from pytest_gpumem.quoting import printable, quoted
+from pytest_gpumem.cli.command import (
+    Answer,
+    Argument,
+    Command,
+    parsed,
+    sentences,
+    table,
+    terminal_width,
+)
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.report.compared import Compared, Row, Side, compare_environments
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
 from pytest_gpumem.text import counted
@@ -38,7 +46,11 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise ValueError(f"neither {a.path} nor {b.path} holds a measured test; nothing to compare")
     tests = _chosen(tests, arguments.test, arguments.phase)
     return Answer(
-        [*_header(a, b, pairs, tolerance), *_body(tests, arguments.all), _totals(tests)],
+        [
+            *sentences(_header(a, b, pairs, tolerance)),
+            *_body(tests, arguments.all),
+            *sentences([_totals(tests)]),
+        ],
         lambda: as_dict(a, b, tests),
         failed=any(row.status == "regression" for row in _rows_of(tests)),
     )
@@ -161,7 +173,9 @@ def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:
     both = sorted((test for test in tests if not _only_status(test)), key=_order)
     lines = [_cells(test, row) for test in both for row in test.rows if every or not row.is_equal]
     if lines:
-        yield from table([COLUMNS, *lines], left=(0, 1, 6))
+        yield from table(
+            [COLUMNS, *lines], left=(0, 1, 6), given_up=(5, 4), long=0, width=terminal_width()
+        )
         yield ""
         yield from _explained(both)
     for status, where in (("new", "B"), ("gone", "A")):
@@ -208,7 +222,7 @@ def _explained(tests: Sequence[Compared]) -> Iterator[str]:
         if row and changes and left:
             left -= 1
             yield " ".join(filter(None, (test.shown, row.phase))) + ", by line:"
-            yield from explanation_lines(changes)
+            yield from explanation_lines(changes, width=terminal_width())
             yield ""
 
 
@@ -217,11 +231,12 @@ def _only_in(status: str, where: str, tests: Sequence[Compared]) -> Iterator[str
     if not tests:
         return
     yield f"{status}, in {where} alone:"
-    width = max(len(printable(test.shown)) for test in tests)
+    rows = []
     for test in tests:
         peak = next((row.a if row.b is None else row.b for row in test.rows), None)
-        size = "" if peak is None else format_size(peak)
-        yield f"  {printable(test.shown).ljust(width)}  {size:>9}"
+        rows.append((test.shown, f"{'' if peak is None else format_size(peak):>9}"))
+    lines = table(rows, left=(0,), long=0, width=terminal_width() - 2)
+    yield from (f"  {line}" for line in lines)
     yield ""
 
 

@@ -8,7 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pytest_gpumem.baseline.verdict import change_text, format_percent
-from pytest_gpumem.cli.command import Answer, Argument, Command, parsed, table, terminal_width
+from pytest_gpumem.cli.command import (
+    Answer,
+    Argument,
+    Command,
+    parsed,
+    sentences,
+    table,
+    terminal_width,
+)
 from pytest_gpumem.progress import Progress
 from pytest_gpumem.report.past import (
     BARS,
@@ -41,7 +49,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     creeping = [trend for trend in trends if trend.creeps(most)]
     lines = _lines(trends, creeping, most, every=arguments.all, moments=len(past.moments))
     return Answer(
-        [*lines, *(f"note: {note}" for note in past.notes)],
+        [*lines, *sentences(f"note: {note}" for note in past.notes)],
         lambda: {
             "tests": [{**trend.to_dict(), "creeps": trend in creeping} for trend in trends],
             "notes": past.notes,

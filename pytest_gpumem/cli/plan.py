@@ -128,7 +128,7 @@ def _rows(plan: Plan) -> Iterator[list[str]]:
             str(plan.fitting(runner)),
             str(sum(len(job.tests) for job in jobs)),
             str(len(jobs)),
-            f"{max(times) / 60:.1f}" if times else "-",
+            _minutes(max(times)) if times else "-",
             f"{sum(costs):.2f}" if costs else "-",
         ]
 
@@ -138,7 +138,11 @@ def _total(plan: Plan, minutes: float | None) -> str:
     if plan.cost is None or plan.seconds is None:
         return f"{machines}; what they take and cost is not known"
     wanted = f" of the {minutes:g} that they have" if minutes is not None else ""
-    return f"{machines}, {plan.seconds / 60:.1f} minutes{wanted}, {plan.cost:.2f} a run"
+    return f"{machines}, {_minutes(plan.seconds)} minutes{wanted}, {plan.cost:.2f} a run"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f}" if seconds >= 3 else "<0.1"
 
 
 def _listed(heading: str, tests: Sequence[tuple[PlannedTest, str]], width: int) -> Iterator[str]:

@@ -19,6 +19,7 @@ from pytest_gpumem.cli.command import (
     Argument,
     Command,
     refuse_others,
+    sentences,
     table,
     terminal_width,
 )
@@ -100,7 +101,7 @@ def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) 
         *(_heading(target, whose), ""),
         *fit_table(predictions, _phases_of(predictions), terminal_width()),
         *("", CONTEXT),
-        *dict.fromkeys(f"note: {note}" for one in predictions for note in one.notes),
+        *sentences(f"note: {note}" for one in predictions for note in one.notes),
     ]
     return Answer(
         lines,
@@ -251,7 +252,7 @@ def _beside_lines(target: str, pairs: Pairs, by_itself: bool, width: int) -> Ite
     yield ""
     yield from _by_line(*pairs[0], phases, width)
     yield CONTEXT
-    yield from _notes_of_both(pairs)
+    yield from sentences(_notes_of_both(pairs))
 
 
 def _beside_dict(pairs: Pairs, by_itself: bool) -> dict[str, Any]:

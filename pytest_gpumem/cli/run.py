@@ -10,7 +10,15 @@ from importlib.util import find_spec
 from typing import Any
 
 from pytest_gpumem.attribution.explanation import explanation_lines
-from pytest_gpumem.cli.command import Answer, Argument, Command, above_zero, table, terminal_width
+from pytest_gpumem.cli.command import (
+    Answer,
+    Argument,
+    Command,
+    above_zero,
+    sentences,
+    table,
+    terminal_width,
+)
 from pytest_gpumem.cli.predict import CONTEXT, fit_table
 from pytest_gpumem.cli.target import CUDA, DEVICE, DRY, DeviceOption
 from pytest_gpumem.option_values import DEFAULT_GPU
@@ -138,9 +146,9 @@ def lines(
     yield ""
     yield CONTEXT
     notes = (note for result in results for one in result.measurements for note in one.notes)
-    yield from dict.fromkeys(f"note: {note}" for note in notes)
+    yield from sentences(f"note: {note}" for note in notes)
     parts = (result.reason for result in results if _is_part(result))
-    yield from dict.fromkeys(f"note: the script was not run any further: {why}" for why in parts)
+    yield from sentences(f"note: the script was not run any further: {why}" for why in parts)
     if any(result.ending == endings.TIME for result in results):
         yield "note: its time was over, so its peak may be still to come: give more --seconds"
     if test is not None:

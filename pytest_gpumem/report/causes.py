@@ -152,6 +152,6 @@ def _words(verdicts: Sequence[Verdict]) -> Iterator[str]:
     if first.kind == "leak":
         yield "left behind"
     elif first.reference is None:
-        yield "over a limit, mostly by"
+        yield "over a limit; the largest part:"
     yield line.get("category") or "other"
     yield from filter(None, (line.get("site"), line.get("operator") or line.get("module")))

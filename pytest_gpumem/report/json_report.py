@@ -11,6 +11,7 @@ from typing import Any
 
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import NewerError, document, replace_file, schema_problem
+from pytest_gpumem.paths import from_here
 from pytest_gpumem.quoting import MOST, printable
 from pytest_gpumem.report.record import TestRecord
 
@@ -87,7 +88,7 @@ def write_file(path: Path, content: bytes, asked_by: str) -> Path:
     except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise ReportError(
-            f"report {printable(str(path), MOST)} cannot be written: {reason}; "
+            f"report {printable(str(from_here(path)), MOST)} cannot be written: {reason}; "
             f"give {asked_by} a file that can be written"
         ) from error
     return target

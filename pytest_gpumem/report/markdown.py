@@ -244,7 +244,7 @@ def explained(lines: Sequence[str]) -> Iterator[str]:
     """Yield the first lines of an explanation, and the number of the remaining ones."""
     yield from lines[:MOST_LINES]
     if len(lines) > MOST_LINES:
-        yield f"  and {len(lines) - MOST_LINES} more lines"
+        yield f"  and {counted(len(lines) - MOST_LINES, 'more line')}"
 
 
 def _can_be_accepted(record: TestRecord) -> bool:

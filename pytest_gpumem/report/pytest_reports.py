@@ -41,6 +41,9 @@ RESCHEDULED = "gpumem_rescheduled"
 SKIPPED_AT_IMPORT = "gpumem_skipped_at_import"
 """Attribute of a test to be measured: its skip condition was evaluated at import."""
 
+FAILED_WITHOUT_GPU = "gpumem_failed_without_gpu"
+"""Attribute of the report of a test that is not measured: it failed because there is no GPU."""
+
 BROKEN_PLUGINS = "gpumem_broken_plugins"
 """Attribute of a test's report: sentences on errors of other plugins."""
 

@@ -65,6 +65,8 @@ class Row:
     verdict: Verdict | None = None
     """The verdict that gives the row's limit."""
     status: str = ""
+    limited: frozenset[str] = frozenset()
+    """The metrics that the test's own limits are on."""
 
     @property
     def indented(self) -> str:
@@ -130,8 +132,9 @@ def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) ->
             depth, status = 0, test_status(record)
         else:
             name, depth, status = measured.device, 1, judged.status(None)
-        verdict = _telling_verdict(judged.of_phase(None))
-        yield Row(name, depth, _numbers(measured), verdict, status)
+        of_test = judged.of_phase(None)
+        limited = frozenset(one.metric for one in of_test if one.kind in ("limit", "leak"))
+        yield Row(name, depth, _numbers(measured), _telling_verdict(of_test), status, limited)
         yield from _phase_rows(measured, judged, every_phase, depth + 1)
 
 

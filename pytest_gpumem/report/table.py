@@ -55,11 +55,14 @@ def _fitting_columns(
 ) -> tuple[Column, ...]:
     """Return the columns that fit; the least important are dropped first."""
 
-    def worth(column: Column) -> tuple[bool, bool, int]:
+    def worth(column: Column) -> tuple[bool, bool, bool, int]:
         accused = any(row.style(column) == "red" for row in rows)
+        # Also a zero says that the number was checked.
+        limited = any(column.key in row.limited for row in rows)
         optional = column.key in ("leaked", "cublas_workspace")
         silent = optional and not any(row.numbers.get(column.key) for row in rows)
-        return not accused and column.weight < LEAST_WEIGHT, silent, -column.weight
+        low = not accused and column.weight < LEAST_WEIGHT
+        return low, low and not limited, silent, -column.weight
 
     kept: list[Column] = []
     for column in sorted(COLUMNS, key=worth):

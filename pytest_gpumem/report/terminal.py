@@ -202,7 +202,9 @@ class _Section:
         listed = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
         files = f" ({counted(len(update.written), 'file')} written)" if update.written else ""
         otherwise = "nothing recorded" if update.errors else "nothing to record"
-        yield Line.of(f"baselines: {listed or otherwise}{files}")
+        errors = len(update.errors)
+        fails = f"; {counted(errors, 'error')}, so the exit status is not 0" if errors else ""
+        yield from self._wrapped(f"baselines: {listed or otherwise}{files}{fails}")
         if self.verbosity >= 0:
             all_of_them = counts["added"] + counts["changed"] if self.verbosity else 0
             most = max(all_of_them, MOST_LISTED)

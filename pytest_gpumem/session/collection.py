@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import pytest
 
 from pytest_gpumem.device import DeviceError
-from pytest_gpumem.report.pytest_reports import SKIPPED_AT_IMPORT
+from pytest_gpumem.report.pytest_reports import FAILED_WITHOUT_GPU, SKIPPED_AT_IMPORT
 from pytest_gpumem.session.context import REFUSAL, Parts
 from pytest_gpumem.session.expected import MARKER_NAME
 
 _DEVICE = r"(?i)cuda|gpu|accelerator|is_available|device"
 """Words in conditions on a device, and in their reasons."""
 
+_NO_GPU = r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available"
+"""torch's errors where there is no GPU: of a build for CPUs, and of CUDA builds."""
+
 
 def check(parts: Parts, report: pytest.CollectReport) -> None:
     """Turn an error in a test's marker into an error of its collection."""
     items = [node for node in report.result or () if isinstance(node, pytest.Item)]
-    problems = ((item.nodeid, parts.expectations.problem(item)) for item in items)
+    markers: list[str] = parts.config.getini("markers") if items else []
+    registered = {re.split("[:(]", line, maxsplit=1)[0].strip() for line in markers}
+    problems = (
+        (item.nodeid, parts.expectations.problem(item) or _misspelt(item, registered))
+        for item in items
+    )
     errors = [f"{nodeid}: {problem}" for nodeid, problem in problems if problem]
     if errors:
         report.outcome = "failed"
@@ -41,12 +49,13 @@ def check(parts: Parts, report: pytest.CollectReport) -> None:
 
 
 def note_module(parts: Parts, collector: pytest.Collector, report: pytest.CollectReport) -> None:
-    """Record a module that skipped itself by a condition on the device."""
-    if (
-        report.skipped
-        and _imports_without_gpu(parts)
-        and isinstance(collector, pytest.Module)
-        and _skipped_for_its_device(collector.path, report.longrepr, everything=parts.settings.all)
+    """Record a module that skipped itself by a condition on the device, or failed without one."""
+    if report.passed or not (isinstance(collector, pytest.Module) and _imports_without_gpu(parts)):
+        return
+    if report.failed and re.search(_NO_GPU, str(report.longrepr)):
+        parts.results.failed_modules.add(report.nodeid)
+    if report.skipped and _skipped_for_its_device(
+        collector.path, report.longrepr, everything=parts.settings.all
     ):
         parts.results.skipped_modules.add(report.nodeid)
 
@@ -61,6 +70,19 @@ def note_skip(parts: Parts, item: pytest.Item, report: pytest.TestReport) -> Non
         and _is_skipped_at_import(item)
     ):
         setattr(report, SKIPPED_AT_IMPORT, True)
+
+
+def note_failure(
+    parts: Parts, item: pytest.Item, report: pytest.TestReport, error: BaseException
+) -> None:
+    """Record a test without a simulated GPU that failed because there is none."""
+    if (
+        report.failed
+        and _imports_without_gpu(parts)
+        and re.search(_NO_GPU, str(error))
+        and not parts.expectations.is_measured(item)
+    ):
+        setattr(report, FAILED_WITHOUT_GPU, True)
 
 
 def _imports_without_gpu(parts: Parts) -> bool:
@@ -96,6 +118,22 @@ def selected(parts: Parts, items: Sequence[pytest.Item]) -> None:
     if parts.sharing is not None and parts.is_worker:
         shared = ((item, parts.shares(item)) for item in items)
         parts.sharing.plan((item, *found) for item, found in shared if found)
+
+
+def _misspelt(item: pytest.Item, registered: Set[str]) -> str:
+    """Return the error in a marker that is nearly this plugin's, which would check nothing.
+
+    A marker that the project has ``registered`` is its own.
+    """
+    names = {mark.name for mark in item.iter_markers()} - registered
+    if not names:
+        return ""
+    from difflib import get_close_matches
+
+    unknown = {name.lower(): name for name in names}
+    for close in get_close_matches(MARKER_NAME, unknown, n=1, cutoff=0.75):
+        return f"@pytest.mark.{unknown[close]}: did you mean @pytest.mark.{MARKER_NAME}?"
+    return ""
 
 
 def _skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) -> bool:

@@ -118,6 +118,18 @@ class Conclusion:
                 f"{counted(count, 'module')} {_were(count)} skipped by pytest.skip() as "
                 f"{'they were' if count > 1 else 'it was'} imported: {AT_IMPORT}"
             )
+        if count := len(results.failed_without_gpu):
+            have, them = ("have", "them") if count > 1 else ("has", "it")
+            yield (
+                f"{counted(count, 'test')} failed because there is no GPU, and {have} no gpumem "
+                f"marker, which would simulate one: mark {them} with @pytest.mark.gpumem, or run "
+                "with --gpumem-all or --gpumem-sim-scope=session"
+            )
+        if count := len(results.failed_modules):
+            yield (
+                f"{counted(count, 'module')} failed because there is no GPU as "
+                f"{'they were' if count > 1 else 'it was'} imported: {AT_IMPORT}"
+            )
         if self._settings.device.kind == "off" and results.any_marked:
             yield "--gpumem-device=off: marked tests ran without being measured"
 
@@ -221,7 +233,7 @@ class Conclusion:
             try:
                 self._annotations += _write(target, run)
             except ValueError as error:
-                yield str(error)
+                yield f"the exit status is not 0, because {error}"
 
 
 def _write(target: ReportTarget, run: ReportedRun) -> Sequence[str]:

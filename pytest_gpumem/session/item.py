@@ -70,9 +70,10 @@ class MeasuredItem(TestRun):
         """Put the record on the final report of the call, as builtin types."""
         if self.in_body:  # a subtest's: they are reported while the body runs
             self._subtest_failed |= raised and report.failed
-        elif report.when == "call" and self._sentence:
+            return
+        if report.when == "call" and self._sentence:
             setattr(report, SENTENCE, self._sentence)
-        elif report.when == "call" and self._record is not None:
+        if report.when == "call" and self._record is not None:
             # The notes say if a value was made up, which may have caused the failure.
             notes = self.measurement.notes if self.measurement else ()
             if report.failed and (sections := [*self._sections, *notes]):
@@ -130,9 +131,16 @@ class MeasuredItem(TestRun):
     def _take(
         self, own: Measurement, others: Sequence[Measurement], *, passed: bool, ranks: str = ""
     ) -> None:
-        self._record = self._judge.record(self.prepared, own, others, passed=passed, ranks=ranks)
-        if self._record is not None:
-            set_user_properties(self.item.user_properties, self._record)
+        try:
+            self._record = self._judge.record(
+                self.prepared, own, others, passed=passed, ranks=ranks
+            )
+        except BaselineError:  # what was measured is reported without verdicts
+            self._record = self._judge.record(self.prepared, own, others, passed=False, ranks=ranks)
+            raise
+        finally:
+            if self._record is not None:
+                set_user_properties(self.item.user_properties, self._record)
 
     def _judged(self, judge: Callable[[], None]) -> None:
         """Call ``judge``; then fail the test where a verdict does not pass."""

@@ -52,9 +52,12 @@ class Results:
         self.sentences: dict[str, str] = {}
         """Texts of failures that another process or the device caused."""
         self.skipped_at_import = 0
+        self.failed_without_gpu: set[RunKey] = set()
         self.lines: dict[str, tuple[str, int]] = {}
         """The file and line of each test that has a record, by node id."""
         self.skipped_modules: set[str] = set()
+        self.failed_modules: set[str] = set()
+        """Modules whose import failed because there is no GPU."""
         self.environments: dict[str, set[Environment]] = {}
         """The environments of measurements, by worker of pytest-xdist."""
         self.stopwatch = Stopwatch()
@@ -84,6 +87,8 @@ class Results:
         self.stopwatch.take(run, report)
         self.broken_plugins.update(dict.fromkeys(getattr(report, reports.BROKEN_PLUGINS, ())))
         self.skipped_at_import += getattr(report, reports.SKIPPED_AT_IMPORT, False)
+        if hasattr(report, reports.FAILED_WITHOUT_GPU):
+            self.failed_without_gpu.add(run)
         for attribute, texts in (
             (reports.UNSIMULATED, self.unsimulated),
             (reports.UNDESCRIBED, self.undescribed),
@@ -124,6 +129,7 @@ class Results:
                 "collected": sorted(self.existing),
                 "incomplete": self.incomplete,
                 "skipped": sorted(self.skipped_modules),
+                "failed": sorted(self.failed_modules),
                 "marked": self.any_marked,
                 "shard": self.shard,
             }
@@ -136,13 +142,15 @@ class Results:
             self.shard = worker["shard"]
             self.incomplete.update(worker["incomplete"])
             self.skipped_modules.update(worker["skipped"])
+            self.failed_modules.update(worker["failed"])
 
     @property
     def has_notes(self) -> bool:
         """Whether the terminal's section has anything besides records."""
         is_off = self.settings.device.kind == "off" and self.any_marked
         skipped = self.skipped_at_import or self.skipped_modules or self.unsimulated
-        return bool(is_off or skipped or self.notes or self.broken_plugins or self.shard)
+        failed = self.failed_without_gpu or self.failed_modules
+        return bool(is_off or skipped or failed or self.notes or self.broken_plugins or self.shard)
 
     def failures_shown_once(
         self, reporter: pytest.TerminalReporter

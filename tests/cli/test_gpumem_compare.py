@@ -87,6 +87,27 @@ def refusal(
     return run
 
 
+def test_a_narrow_terminal_gets_fewer_columns_and_shorter_names(
+    gpumem: Gpumem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("command", "compare"):
+        monkeypatch.setattr(f"pytest_gpumem.cli.{module}.terminal_width", lambda: 64)
+    name = f"test_{'x' * 60}[bfloat16]"
+    report(tmp_path / "a.json", record(name, 100 * MIB), record(f"{name[:-1]}-old]", 512))
+    report(tmp_path / "b.json", record(name, 130 * MIB), record("test_new", 1024))
+    _, lines = gpumem("compare", "a.json", "b.json", "--across-environments")
+    assert max(map(len, lines)) <= 64
+    assert lines[4:6] == [
+        "test                     phase          A          B  status",
+        "test_a.py::…x[bfloat16]         100.0 MiB  130.0 MiB  regression",
+    ]
+    assert lines[-3:] == [
+        "1 test in A and B, peaks add up to 100.0 MiB and 130.0 MiB",
+        "  (+30.0 MiB, +30.0 %); numbers: 1 regression, 0 improvement, 0",
+        "  same, 1 new, 1 gone, 0 failed",
+    ]
+
+
 def test_two_reports_are_compared(gpumem: Gpumem, tmp_path: Path) -> None:
     report(
         tmp_path / "a.json",

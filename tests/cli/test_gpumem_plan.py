@@ -85,6 +85,16 @@ def test_the_text_of_a_plan(
     )
 
 
+def test_seconds_are_not_shown_as_no_minutes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_report(folder / "report.json", [record("test_small", 1, seconds=2)])
+    assert main(["plan", *RUNNERS, "--minutes=10", "report.json"]) == 0
+    out = capsys.readouterr().out
+    assert "1 machine, <0.1 minutes of the 10 that they have, 0.00 a run\n" in out
+    assert out.splitlines()[3].split()[-3:] == ["1", "<0.1", "0.00"]
+
+
 def test_the_shards_are_written_for_a_ci_matrix(report: str, folder: Path) -> None:
     assert main(["plan", *RUNNERS, "--minutes=50", "--output=shards.json", report]) == 0
     jobs = json.loads((folder / "shards.json").read_text())["matrix"]["include"]

@@ -248,6 +248,8 @@ def test_a_damaged_file_fails_its_tests_in_one_sentence_and_is_kept(project: Pro
     result = project.run()
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(["*test_sizes.py.json is damaged*delete it"])
+    # Measured before, so its number is known.
+    result.stdout.re_match_lines([r"  test_\S+ +[\d.]+ \wiB .* -$"])
     result.stdout.no_fnmatch_line("*Traceback*")
 
     update = project.run("--gpumem-update-baselines")

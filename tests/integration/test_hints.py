@@ -22,7 +22,7 @@ def test_a_damaged_baseline_fails_the_test_with_its_sentence_alone(project: Proj
     result = project.run("-q")
 
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines_random(["*test_it.py.json is *"])
+    result.stdout.fnmatch_lines_random([f"baseline {path.relative_to(project.path)} is *"])
     result.stdout.no_fnmatch_line("*BaselineError*")
     assert path.read_text() == "{"
 
@@ -34,7 +34,9 @@ def test_a_quiet_run_reports_a_report_that_cannot_be_written(project: Project) -
     result = project.run("-q", "--gpumem-report=json:folder")
 
     assert result.ret == 1
-    result.stdout.fnmatch_lines_random(["note: *folder*"])
+    result.stdout.fnmatch_lines_random(
+        ["note: the exit status is not 0, because report folder cannot be written: *"]
+    )
 
 
 def test_a_skip_condition_at_import_on_marked_tests_is_reported(project: Project) -> None:
@@ -103,6 +105,77 @@ def test_a_unittest_decorator_that_skips_at_import_is_reported(project: Project)
 
     result.stdout.fnmatch_lines_random(["note: 1 test that would be measured was skipped by *"])
     project.run("--gpumem-sim-scope=session").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("name", ["gpumen", "gpu_mem", "GPUMem"])
+def test_a_misspelt_marker_is_an_error(project: Project, name: str) -> None:
+    project.write(test_it=ONE_TEST.replace("gpumem", name))
+
+    result = project.run("-Wignore::pytest.PytestUnknownMarkWarning")
+
+    result.assert_outcomes(errors=1)
+    said = f"test_it.py::test_one: @pytest.mark.{name}: did you mean @pytest.mark.gpumem?"
+    result.stdout.fnmatch_lines([said])
+
+
+def test_a_marker_that_the_project_has_registered_is_its_own(project: Project) -> None:
+    project.write(test_it=ONE_TEST.replace("gpumem", "gpu_mem").replace("cuda", "cpu"))
+    project.write_ini("markers =\n    gpu_mem(size): of the project")
+
+    project.run().assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("args", [(), ("-n2", "-pxdist")])
+def test_unmarked_tests_that_need_a_gpu_are_reported(project: Project, args: list[str]) -> None:
+    project.write(
+        test_it="""
+        @pytest.fixture
+        def model():
+            return torch.nn.Linear(10, 10).cuda()
+
+        def test_body():
+            torch.ones(1, device="cuda")
+
+        def test_set_up(model):
+            pass
+
+        def test_of_another_reason():
+            raise AssertionError
+        """,
+        test_module="""
+        ONES = torch.ones(1, device="cuda")
+
+        @pytest.mark.gpumem
+        def test_marked():
+            ONES + 1
+        """,
+    )
+
+    result = project.run("--continue-on-collection-errors", *args)
+
+    text = " ".join(" ".join(result.outlines).split())
+    assert (
+        "note: 2 tests failed because there is no GPU, and have no gpumem marker, which would "
+        "simulate one: mark them with @pytest.mark.gpumem, or run with --gpumem-all or "
+        "--gpumem-sim-scope=session note: 1 module failed because there is no GPU as it was "
+        "imported: there a GPU that is simulated exists only with --gpumem-sim-scope=session"
+    ) in text
+    assert "note:" not in project.run("--gpumem-device=off").stdout.str()
+    project.run("--gpumem-sim-scope=session").assert_outcomes(passed=3, failed=1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AssertionError("Torch not compiled with CUDA enabled"),
+        RuntimeError("Found no NVIDIA driver on your system. Please check that you have an NV..."),
+        RuntimeError("No CUDA GPUs are available"),
+    ],
+)
+def test_each_text_of_torch_without_a_gpu_is_known(project: Project, error: Exception) -> None:
+    project.write(test_it=f"def test_one():\n    raise {error!r}\n")
+
+    project.run().stdout.fnmatch_lines(["note: 1 test failed because there is no GPU, and has *"])
 
 
 def test_a_failure_after_an_assumed_value_is_noted(project: Project) -> None:

@@ -92,7 +92,7 @@ def test_sentences_that_differ_only_in_sizes_are_one_cause() -> None:
 def test_an_exceeded_limit_has_a_cause_without_a_difference() -> None:
     (cause,) = causes_of([grown("test_a", 32 * MIB, reference=None)])
     assert cause.size == "+16.0 MiB"
-    assert cause.words[0] == "over a limit, mostly by"
+    assert cause.words[0] == "over a limit; the largest part:"
 
 
 def test_running_out_of_memory_is_a_cause_of_its_own() -> None:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.report.markdown import code, code_block, document, marker
+from pytest_gpumem.report.markdown import MOST_LINES, code, code_block, document, marker
+from pytest_gpumem.report.markdown import explained as first_lines
 from pytest_gpumem.report.record import TestRecord
 from tests.report.example_run import (
     MIB,
@@ -143,6 +144,12 @@ def test_a_code_block_is_not_ended_by_its_content() -> None:
 
 def test_the_marker_is_one_html_comment_for_any_name() -> None:
     assert marker("a --> <b>\n") == "<!-- pytest-gpumem: a-b -->"
+
+
+def test_lines_that_are_left_out_are_counted() -> None:
+    lines = [f"line {number}" for number in range(MOST_LINES + 2)]
+    assert [*first_lines(lines[:-1])] == [*lines[:MOST_LINES], "  and 1 more line"]
+    assert [*first_lines(lines)][-1] == "  and 2 more lines"
 
 
 def test_a_thousand_failures_fit_into_a_comment() -> None:

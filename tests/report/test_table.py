@@ -72,6 +72,24 @@ def test_the_column_of_a_failed_number_is_not_dropped() -> None:
     ]
 
 
+def test_the_column_of_a_number_with_a_limit_is_dropped_after_the_others() -> None:
+    peak, leak = verdict("limit", MIB, 9 * MIB), verdict("leak", 0, 0, metric="leaked")
+    numbers = measured(MIB, workspace=8_519_680)
+    limited = record("t.py::test_leak", numbers, peak, leak)
+    assert text_of(limited, width=70) == [
+        "                peak    after  reserved  leaked      allowed",
+        "t.py",
+        "  test_leak  1.0 MiB  8.0 MiB  96.0 MiB     0 B  max 9.0 MiB  ok",
+    ]
+    assert text_of(limited, width=50) == [
+        "                peak  leaked      allowed",
+        "t.py",
+        "  test_leak  1.0 MiB     0 B  max 9.0 MiB  ok",
+    ]
+    free = record("t.py::test_leak", numbers, peak)
+    assert text_of(free, width=70)[0].split() == ["peak", "after", "reserved", "cuBLAS", "allowed"]
+
+
 def test_of_several_verdicts_the_failed_one_is_shown_then_the_tightest() -> None:
     over = verdict("limit", 3 * MIB, 2 * MIB, metric="peak_reserved")
     limits = [verdict("limit", MIB, limit * MIB) for limit in (9, 4)]

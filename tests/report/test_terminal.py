@@ -160,7 +160,8 @@ def test_an_update_lists_its_changes() -> None:
     )
     lines = lines_of(unknown(), update=report, width=120)
     assert behind_table(lines) == [
-        "baselines: 1 added, 1 changed, 3 unchanged, 1 pruned (1 file written)",
+        "baselines: 1 added, 1 changed, 3 unchanged, 1 pruned (1 file written); 1 error, so the "
+        "exit status is not 0",
         "  + tests/other/test_new.py::TestNew::test_one: 1.0 MiB (1,048,576 B) "
         "[sim-A100-40GB-torch2.13]",
         "  ~ t.py::test_b: peak 1.0 MiB -> 2.0 MiB (+100.0 %) [sim-A100-40GB-torch2.13]",
@@ -171,8 +172,9 @@ def test_an_update_lists_its_changes() -> None:
         "gpumem: 1 test on simulated A100-40GB: 1 ok; highest peak 512 B "
         "(tests/other/test_new.py::TestNew::test_one)",
     ]
-    assert lines_of(update=report, verbosity=-1) == [
-        "baselines: 1 added, 1 changed, 3 unchanged, 1 pruned (1 file written)",
+    assert lines_of(update=report, verbosity=-1, width=200) == [
+        "baselines: 1 added, 1 changed, 3 unchanged, 1 pruned (1 file written); 1 error, so the "
+        "exit status is not 0",
         "  baseline baselines/b.json is damaged",
     ]
     assert lines_of(update=UpdateReport()) == ["baselines: nothing to record"]
@@ -181,7 +183,7 @@ def test_an_update_lists_its_changes() -> None:
 def test_a_baseline_that_cannot_be_written_is_reported_once() -> None:
     error = "baseline b.json cannot be written: No space left on device; check b"
     assert lines_of(update=UpdateReport(errors=(error,)), notes=(error,)) == [
-        "baselines: nothing recorded",
+        "baselines: nothing recorded; 1 error, so the exit status is not 0",
         f"  {error}",
     ]
 

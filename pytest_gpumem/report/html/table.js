@@ -275,3 +275,5 @@ showCauses();
 showUsage();
 listen();
 paint();
+const firstFailed = [...rows.keys()].find((index) => rank(tests[index]) === ORDER.indexOf("failed"));
+if (firstFailed !== undefined) toggle(firstFailed, true);

@@ -95,7 +95,9 @@ def opened(page: Any) -> str:
     from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.ui import WebDriverWait
 
-    page.find_element("css selector", "button.open").send_keys(Keys.ENTER)
+    button = page.find_element("css selector", "button.open")
+    if button.get_attribute("aria-expanded") == "false":
+        button.send_keys(Keys.ENTER)
     shown = WebDriverWait(page, 20).until(
         lambda browser: browser.find_elements("css selector", "tr.detail .body")
     )
@@ -174,6 +176,16 @@ def test_no_element_is_wider_than_a_phone(page: Any) -> None:
     chromium.look_through(page, chromium.PHONE)
     opened(page)
     assert page.execute_script("return document.documentElement.scrollWidth") == 390
+
+
+def test_the_first_failure_is_open_and_its_key_closes_it(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    button = page.find_element("css selector", "button.open")
+    assert button.get_attribute("aria-expanded") == "true"
+    assert len(page.find_elements("css selector", "tr.detail")) == 1
+    button.send_keys(Keys.ENTER)
+    assert page.find_elements("css selector", "tr.detail") == []
 
 
 def test_arrow_keys_move_between_tests_and_slash_searches(page: Any) -> None:
