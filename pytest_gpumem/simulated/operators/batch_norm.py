@@ -160,9 +160,11 @@ def _batch_norm_backward(
         sums = input.shape[1] * _accumulated_bytes(input)
         if save_mean is not None and not save_mean.numel():
             scratch.take(sums)
-        scratch.take(sums, sums)
+        are_channels_last = _reads_channels_last(grad_out) and _reads_channels_last(input)
+        if by_input or are_channels_last:
+            scratch.take(sums, sums)
         yield from (gradient for gradient in result[1:] if gradient is not None)
-        if _reads_channels_last(grad_out) and _reads_channels_last(input):
+        if are_channels_last:
             _stage(gpu, input, _SUMS)
     if by_input and result[0] is not None:
         # batch_norm_elementwise_backward_train: the general kernel reads a weight.

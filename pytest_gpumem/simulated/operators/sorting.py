@@ -206,7 +206,11 @@ def _mode(gpu: GPU, self: Tensor, dim: int) -> None:
 
 
 def _scan(gpu: GPU, self: Tensor, dim: int, result: Tensor) -> None:
-    if not self.dim() or not self.numel():
+    if not self.dim():
+        if result is self:  # result.fill_(self), which copies a view of itself first (Fill.cpp)
+            borrow(gpu, result.element_size())
+        return
+    if not self.numel():
         return
     converted = self.numel() * result.element_size()
     scratch = Scratch(gpu, converted if self.dtype != result.dtype else 0, *copied(result))

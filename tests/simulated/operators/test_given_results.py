@@ -43,6 +43,7 @@ def test_an_out_variant_has_torchs_events(
     ("call", "events"),
     [
         (lambda x: x[0].cumsum_(0), [1023, -1023]),  # cub's counters
+        (lambda x: x[0, 0].cumsum_(0), [4, -4]),  # a number fills itself with its copy
         (lambda x: x.ldexp_(x), [1024, 8, -8, -1024]),
         pytest.param(
             lambda x: x.mvlgamma_(2),

@@ -97,6 +97,15 @@ def test_the_general_backward_of_batch_norm_makes_a_missing_weight(on: Any) -> N
         x.grad = None
 
 
+def test_gradients_of_weight_and_bias_alone_take_no_sums(on: Any) -> None:
+    # batch_norm_backward_reduce: sum_dy and sum_dy_xmu are for the gradient of the input.
+    gpu = on()
+    norm = nn.BatchNorm1d(100).cuda().eval()
+    result = norm(torch.randn(33, 100, device="cuda"))
+    expanded = torch.ones((), device="cuda").expand(33, 100)
+    assert gpu.of(lambda: result.backward(expanded))[:3] == [400, 400, -33 * 100 * 4]
+
+
 def test_batch_norm_of_few_rows_has_no_staging_buffers(on: Any) -> None:
     gpu = on()
     norm = uncounted(nn.BatchNorm1d(64))
