@@ -94,6 +94,9 @@ class Allocator(AllocatorState):
             block.size = rounded
             block.free_list = free_list
             block.shift = shift = tail.shift
+            if pool.numbers is not None:
+                block.shift = next(pool.numbers) - address
+                tail.shift = shift = shift - rounded
             block.previous = previous
             block.next = tail
             if previous is not None:
@@ -188,6 +191,8 @@ class Allocator(AllocatorState):
                 del blocks[key]
                 absorbed = 1
                 merged_size += previous.size
+                if free_list.pool.numbers is not None:
+                    block.shift += address - previous.address
                 block.address = address = previous.address
                 block.previous = previous = previous.previous
                 if previous is not None:

@@ -7,7 +7,7 @@ the same in torch 2.6 to 2.15.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -61,8 +61,8 @@ class Block:
     shift: int
     """Number added to addresses of its segment where free blocks of one size are compared.
 
-    0 to prefer the lowest address, as torch does up to 2.12; afterwards such that older segments
-    come first.
+    0 to prefer the lowest address, as torch does up to 2.11; since 2.13 such that older segments
+    come first; in 2.12 of each block alone, such that the sum is its number.
     """
     key: int
     """Key in ``free_list`` while the block is free and mapped, else 0."""
@@ -86,11 +86,19 @@ def new_block(free_list: FreeList, address: int, size: int, shift: int) -> Block
     block = Block()
     block.address = address
     block.size = size
-    block.shift = shift
+    numbers = free_list.pool.numbers
+    block.shift = shift if numbers is None else next(numbers) - address
     block.requested = block.key = 0
     block.free_list = free_list
     block.previous = block.next = block.context = None
     return block
+
+
+def move(block: Block, address: int) -> None:
+    """Make ``block`` begin at ``address``."""
+    if block.free_list.pool.numbers is not None:
+        block.shift += block.address - address
+    block.address = address
 
 
 def join(before: Block | None, after: Block | None) -> None:
@@ -175,7 +183,17 @@ class FreeList:
 class Pool:
     """A small or a large pool: its free lists by stream and its statistics."""
 
-    def __init__(self, *, small: bool, tally: Tally, every: Tally, identity: PoolId) -> None:
+    def __init__(
+        self,
+        *,
+        small: bool,
+        tally: Tally,
+        every: Tally,
+        identity: PoolId,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
+        self.numbers = numbers
+        """Numbers for blocks as they are made, in the release that compares these."""
         self.small = small
         self.identity = identity
         self.split_above = 0

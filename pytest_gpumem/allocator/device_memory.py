@@ -30,6 +30,7 @@ from pytest_gpumem.allocator.blocks import (
     FreeList,
     Pool,
     join,
+    move,
     new_block,
     split_off,
 )
@@ -105,7 +106,7 @@ class DeviceMemory:
     def place(self, size: int) -> tuple[int, int]:
         """Return the address and shift of a new segment.
 
-        The oldest come first since 2.13 (BlockComparatorSizeCounterAddress), before it the lowest.
+        The oldest come first since 2.13 (BlockComparatorSizeCounterAddress), up to 2.11 the lowest.
         """
         address = self._place_segment(size)
         if self._pools.version < OLD_SEGMENTS_FIRST:
@@ -363,7 +364,8 @@ class ExpandableSegments:
             join(block.previous, before)
             join(before, block)
             free_list.add(before)
-            block.address, block.size = first, last - first
+            move(block, first)
+            block.size = last - first
         absorb(block, block.previous, mapped=False)
         absorb(block, block.next, mapped=False)
         free_list.unmapped[block.address] = block
@@ -398,7 +400,7 @@ def absorb(block: Block, neighbour: Block | None, *, mapped: bool) -> int:
         return 0
     block.size += neighbour.size
     if neighbour is block.previous:
-        block.address = neighbour.address
+        move(block, neighbour.address)
         join(neighbour.previous, block)
     else:
         join(block, neighbour.next)

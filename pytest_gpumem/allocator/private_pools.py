@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 from pytest_gpumem.allocator import releases
 from pytest_gpumem.allocator.blocks import SHARED_POOL, SMALL_SIZE, UNLIMITED, Pool, PoolId
 from pytest_gpumem.allocator.messages import AllocatorError
-from pytest_gpumem.allocator.releases import Version
+from pytest_gpumem.allocator.releases import NUMBERED_BLOCKS, Version
 from pytest_gpumem.allocator.statistics import QUANTITIES, Counters, Stat, Tally, stat_dict
 
 Filter = Callable[[int], bool]
@@ -57,6 +57,7 @@ class Pools:
         self.reserved: dict[PoolId, dict[str, Stat]] = {}
         """Reserved bytes of every pool that ever had any; they outlive the pool."""
         self._split_freely = False
+        self._numbers = count() if version == NUMBERED_BLOCKS else None
         self.shared = self._make(SHARED_POOL)
         self.small, self.large = self.shared.small, self.shared.large
 
@@ -186,7 +187,13 @@ class Pools:
 
     def _make(self, identity: PoolId) -> PrivatePool:
         small, large = (
-            Pool(small=small, tally=self._tallies[small], every=self.every, identity=identity)
+            Pool(
+                small=small,
+                tally=self._tallies[small],
+                every=self.every,
+                identity=identity,
+                numbers=self._numbers,
+            )
             for small in (True, False)
         )
         # torch keeps these by id, whatever becomes of the pool.

@@ -31,6 +31,9 @@ CAPTURE_OF_STREAM: Final[Version] = (2, 13)
 """Only a capture of the current stream forbids events; before, any open scope does."""
 REUSE_IN_CAPTURE: Final[Version] = (2, 15)
 """The end of a capture ends ``graph_capture_record_stream_reuse`` for its pool."""
+NUMBERED_BLOCKS: Final[Version] = (2, 12)
+"""Of free blocks of one size the ``Block`` made first comes first, in this release alone
+(``BlockComparatorRegistrationCounter``)."""
 OLD_SEGMENTS_FIRST: Final[Version] = (2, 13)
 """Free blocks of older segments come first (``BlockComparatorSizeCounterAddress``)."""
 

@@ -246,9 +246,9 @@ def test_large_segment_size_mb_sets_the_size_of_20_mib_segments() -> None:
 
 @pytest.mark.parametrize(
     ("version", "older_first"),
-    [((2, 6), False), ((2, 12), False), ((2, 13), True), ((2, 15), True)],
+    [((2, 6), False), ((2, 11), False), ((2, 12), True), ((2, 13), True), ((2, 15), True)],
 )
-def test_since_2_13_the_older_segment_of_equal_blocks_is_used(
+def test_since_2_12_the_older_segment_of_equal_blocks_is_used(
     version: tuple[int, int], older_first: bool
 ) -> None:
     addresses = iter([40 * MIB, 60 * MIB, 10 * MIB])
@@ -266,6 +266,21 @@ def test_since_2_13_the_older_segment_of_equal_blocks_is_used(
 
     assert (older, newer) == (40 * MIB, 10 * MIB)
     assert allocator.malloc(12 * MIB) == (older if older_first else newer)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_numbered"), [((2, 11), False), ((2, 12), True), ((2, 13), False)]
+)
+def test_2_12_uses_the_block_that_was_made_first(
+    version: tuple[int, int], is_numbered: bool
+) -> None:
+    allocator = Allocator(1 << 30, AllocatorSettings(version=version), version)
+    first, _, third, _ = (allocator.malloc(4 * KIB) for _ in range(4))
+    allocator.free(first)
+    allocator.free(allocator.malloc(2 * KIB))  # a block of its own, which takes in the rest
+    allocator.free(third)
+
+    assert allocator.malloc(4 * KIB) == (third if is_numbered else first)
 
 
 def test_the_lowest_address_within_a_segment_is_used() -> None:
