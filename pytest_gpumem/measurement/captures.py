@@ -42,8 +42,8 @@ def captures_ended() -> Iterator[None]:
             yield
         finally:
             for graph, stream in reversed([*under_way.items()]):
-                # An invalidated capture raises its error, and ends.
-                with suppress(RuntimeError), torch.cuda.stream(stream):
+                # An invalidated capture raises its error, and ends; an empty one warns.
+                with suppress(RuntimeError, UserWarning), torch.cuda.stream(stream):
                     graph.capture_end()
 
 

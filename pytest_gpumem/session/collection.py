@@ -72,15 +72,13 @@ def note_skip(parts: Parts, item: pytest.Item, report: pytest.TestReport) -> Non
         setattr(report, SKIPPED_AT_IMPORT, True)
 
 
-def note_failure(
-    parts: Parts, item: pytest.Item, report: pytest.TestReport, error: BaseException
-) -> None:
+def note_failure(parts: Parts, item: pytest.Item, report: pytest.TestReport) -> None:
     """Record a test without a simulated GPU that failed because there is none."""
     if (
         report.failed
         and _imports_without_gpu(parts)
-        and re.search(_NO_GPU, str(error))
         and not parts.expectations.is_measured(item)
+        and re.search(_NO_GPU, report.longreprtext)
     ):
         setattr(report, FAILED_WITHOUT_GPU, True)
 

@@ -66,7 +66,7 @@ BODIES: dict[str, tuple[str, str]] = {
     "changes_the_default_dtype": (PASSED, "torch.set_default_dtype(torch.float64)"),
     "changes_the_default_device": (PASSED, "torch.set_default_device('cuda')"),
     "stays_on_a_stream": (PASSED, "torch.cuda.stream(torch.cuda.Stream()).__enter__()"),
-    "stays_in_a_capture": (UNMEASURED, "torch.cuda.graph(torch.cuda.CUDAGraph()).__enter__()"),
+    "stays_in_a_capture": (PASSED, "torch.cuda.graph(torch.cuda.CUDAGraph()).__enter__()"),
     "keeps_a_graph": (PASSED, "KEPT.append(torch.cuda.CUDAGraph())"),
     "stays_in_a_phase": (PASSED, "gpumem.phase('left').__enter__()"),
     "leaves_a_generator_in_a_phase": (

@@ -36,7 +36,7 @@ def test_streams_and_settings_of_a_test_are_reset_for_the_next(project: Project)
 
 
 @pytest.mark.parametrize("body", ["torch.empty(1 << 20, device='cuda')", "pass"])
-def test_a_capture_without_an_end_fails_only_its_test(project: Project, body: str) -> None:
+def test_a_capture_without_an_end_is_ended(project: Project, body: str) -> None:
     first = f"""
     @pytest.mark.gpumem
     def test_captures():
@@ -47,10 +47,7 @@ def test_a_capture_without_an_end_fails_only_its_test(project: Project, body: st
     """
     project.write(test_streams=first + BEGINS_ANEW)
 
-    result = project.run()
-
-    result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(["*operation not permitted when stream is capturing*"])
+    project.run().assert_outcomes(passed=2)
 
 
 def test_graphs_and_pools_kept_to_the_end_of_the_process_warn_nothing(project: Project) -> None:
