@@ -19,3 +19,4 @@ sys.modules["pynvml"] = _nvml  # type: ignore[assignment]  # it answers as the m
 host_gpus.DRIVERS = (__file__,)
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: len(_nvml.gpus)
+torch.cuda.get_allocator_backend = lambda: "native"

@@ -61,8 +61,8 @@ class Block:
     shift: int
     """Number added to addresses of its segment where free blocks of one size are compared.
 
-    0 to prefer the lowest address, as torch does up to 2.11; since 2.13 such that older segments
-    come first; in 2.12 of each block alone, such that the sum is its number.
+    0 up to torch 2.11, which uses the lowest address. Since 2.13 it orders segments by their age.
+    In 2.12 each block has its own shift, and the sum is the number of the block.
     """
     key: int
     """Key in ``free_list`` while the block is free and mapped, else 0."""
@@ -193,7 +193,7 @@ class Pool:
         numbers: Iterator[int] | None = None,
     ) -> None:
         self.numbers = numbers
-        """Numbers for blocks as they are made, in the release that compares these."""
+        """The numbers of new blocks in torch 2.12, which orders free blocks by them."""
         self.small = small
         self.identity = identity
         self.split_above = 0

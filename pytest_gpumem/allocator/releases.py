@@ -32,10 +32,11 @@ CAPTURE_OF_STREAM: Final[Version] = (2, 13)
 REUSE_IN_CAPTURE: Final[Version] = (2, 15)
 """The end of a capture ends ``graph_capture_record_stream_reuse`` for its pool."""
 NUMBERED_BLOCKS: Final[Version] = (2, 12)
-"""Of free blocks of one size the ``Block`` made first comes first, in this release alone
-(``BlockComparatorRegistrationCounter``)."""
+"""In this release alone, free blocks of equal size are used in the order in which their ``Block``
+objects were created (``BlockComparatorRegistrationCounter``)."""
 OLD_SEGMENTS_FIRST: Final[Version] = (2, 13)
-"""Free blocks of older segments come first (``BlockComparatorSizeCounterAddress``)."""
+"""Free blocks of equal size are used in the order in which their segments were allocated
+(``BlockComparatorSizeCounterAddress``)."""
 
 # The memory fraction: setMemoryFraction.
 WHOLE_DEVICE_UNLIMITED: Final[Version] = (2, 10)

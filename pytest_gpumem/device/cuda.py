@@ -67,8 +67,6 @@ def find_device(
 
 def check_allocator() -> None:
     """Raise :class:`DeviceError` if torch's allocator of CUDA memory has no snapshots."""
-    if not hasattr(torch._C, "_cuda_getAllocatorBackend"):
-        return  # torch for CPUs
     if (backend := torch.cuda.get_allocator_backend()) != "native":
         raise DeviceError(
             f"torch allocates by {quoted(backend)}, which does not report its blocks: measure with "

@@ -89,8 +89,7 @@ def separate_pool() -> Iterator[None]:
     graphs: the end of a pool would then abort the process in torch 2.11
     (``synchronize_and_free_events`` of CUDACachingAllocator.cpp; not in 2.15).
     """
-    is_native = torch.cuda.get_allocator_backend() == "native"  # other backends have no pools
-    if not is_native or _receiving or torch.cuda.is_current_stream_capturing():
+    if _receiving or torch.cuda.is_current_stream_capturing():
         yield
         return
     from torch._dynamo.variables.optimizer import OptimizerVariable

@@ -21,6 +21,19 @@ sys.meta_path.insert(0, Absent())
 """
 
 
+def gpumem(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in ``folder``, whose modules come first."""
+    search = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "pytest_gpumem.cli", *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -35,15 +48,7 @@ def test_a_command_that_runs_code_says_that_torch_is_missing(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(ABSENT)
     (tmp_path / "net.py").write_text("def train(): ...")
-    search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest_gpumem.cli", *command],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = gpumem(tmp_path, *command)
     assert (ran.returncode, ran.stdout, ran.stderr) == (
         2,
         "",
@@ -66,21 +71,10 @@ sys.meta_path.insert(0, Unloadable())
 
 def test_a_torch_that_cannot_be_imported_is_told_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(UNLOADABLE)
-    search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    said = {}
-    for command in ("predict", "net.py:train"), ("env",):
-        ran = subprocess.run(
-            [sys.executable, "-m", "pytest_gpumem.cli", *command],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": search},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        said[command[0]] = ran.returncode, ran.stderr
-        shown = ran.stdout
+    predict, env = gpumem(tmp_path, "predict", "net.py:train"), gpumem(tmp_path, "env")
 
     why = "torch cannot be imported: libcudnn.so.9: cannot open shared object file"
-    assert said["predict"] == (2, f"gpumem: {why}; --device dry may work without it\n")
-    assert said["env"] == (0, "")
-    assert why in shown
+    refusal = f"gpumem: {why}; --device dry may work without it\n"
+    assert (predict.returncode, predict.stderr) == (2, refusal)
+    assert (env.returncode, env.stderr) == (0, "")
+    assert why in env.stdout

@@ -23,6 +23,12 @@ def test_here(shared):
     x = torch.ones(1 << 18, device="cuda")
 """
 
+APART = """
+@pytest.mark.gpumem(isolate=True)
+def test_apart():
+    torch.ones(3, device="cuda")
+"""
+
 CONFTEST = """
 import os
 
@@ -159,24 +165,12 @@ def test_options_that_select_tests_do_not_apply_in_its_process(
 
 def test_isolated_tests_run_with_pytest_rerunfailures(project: Project) -> None:
     """pytest-rerunfailures looks in each process but the controller for its counter's address."""
-    project.write(
-        test_it="""
-        @pytest.mark.gpumem(isolate=True)
-        def test_apart():
-            torch.ones(3, device="cuda")
-        """
-    )
+    project.write(test_it=APART)
     project.run_apart("--reruns=1", use=("rerunfailures",)).assert_outcomes(passed=1)
 
 
 def test_an_isolated_test_needs_no_folder_of_pytests(project: Project) -> None:
-    project.write(
-        test_it="""
-        @pytest.mark.gpumem(isolate=True)
-        def test_apart():
-            torch.ones(3, device="cuda")
-        """
-    )
+    project.write(test_it=APART)
     project.run_apart("-p", "no:tmpdir").assert_outcomes(passed=1)
 
 
@@ -188,11 +182,7 @@ def test_plugins_find_what_they_read_in_any_worker(project: Project, name: str) 
         def pytest_sessionstart(session):
             assert "{name}" in getattr(session.config, "workerinput", ["{name}"])
         """,
-        test_it="""
-        @pytest.mark.gpumem(isolate=True)
-        def test_apart():
-            torch.ones(3, device="cuda")
-        """,
+        test_it=APART,
     )
     project.run_apart().assert_outcomes(passed=1)
 

@@ -168,7 +168,8 @@ def _batch_norm_backward(
             _stage(gpu, input, _SUMS)
     if by_input and result[0] is not None:
         # batch_norm_elementwise_backward_train: the general kernel reads a weight.
-        is_general = _layout(input) is None or _layout(input) is not _layout(grad_out)
+        layout = _layout(input)
+        is_general = layout is None or layout is not _layout(grad_out)
         if train and weight is None and is_general:
             scratch.take(_accumulated_bytes(input))
         yield result[0]

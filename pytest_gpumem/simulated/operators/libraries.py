@@ -208,7 +208,7 @@ def _before_complex(gpu: GPU, self: Tensor, dim: Sequence[int], onesided: bool) 
     if not _is_native(gpu, self, dim):
         dtype = _promoted(self)
         return Scratch(gpu, self.numel() * dtype.itemsize if dtype is not self.dtype else 0)
-    # Complex values of 16 bits, then of 32, then those of both sides.
+    # cuFFT writes complex values of 16 bits; they are converted to complex64, then mirrored.
     last = self.shape[dim[-1]]
     half = last // 2 + 1
     values = self.numel() // last * half
