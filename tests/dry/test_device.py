@@ -252,10 +252,22 @@ def test_one_rank_of_several_runs_alone_over_the_real_process_group(dry_run: Run
     assert replicated == {"gradient": 1024 * 1024}
 
 
+LIMIT = "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT"
+
+
 @pytest.mark.usefixtures("dry_run")
 @pytest.mark.parametrize("time", range(4))
 def test_a_program_may_end_as_soon_as_a_backward_pass_is_over(time: int) -> None:
     run("torch.nn.Linear(8, 8).cuda()(torch.ones(8, device='cuda')).sum().backward()")
+
+
+@pytest.mark.usefixtures("dry_run")
+@pytest.mark.parametrize(("variables", "limit"), [({}, "0.1"), ({LIMIT: "3"}, "3")])
+def test_torch_waits_briefly_for_autograd_at_the_end(variables: dict[str, str], limit: str) -> None:
+    """A tenth of a second, not torch's ten seconds, unless the user sets the limit."""
+    found = run(f"import os\nfound['limit'] = os.environ['{LIMIT}']", **variables)
+
+    assert found == {"limit": limit}
 
 
 def test_attention_runs_by_cudnn(dry_run: Run) -> None:
