@@ -44,7 +44,10 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
         raise TargetError("torch sees no CUDA device; name a model to be simulated")
     with refusing(text, SimulationError, ValueError):
         found = lines_of(target, [_undecorated(text, target), *followed], gpu)
-    return Answer(_line_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
+    first = f", cuda:0 of {gpu}" if "*" in gpu else ""
+    return Answer(
+        _line_lines(found, first, terminal_width()), lambda: [line.to_dict() for line in found]
+    )
 
 
 def _function(text: str, gpu: str, wrong: str, *, takes_arguments: bool = False) -> Function:
@@ -67,8 +70,11 @@ def _undecorated(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _line_lines(lines: Sequence[Line], width: int) -> Iterator[str]:
-    """Yield the lines of output; a narrow terminal shortens the source."""
+def _line_lines(lines: Sequence[Line], first: str, width: int) -> Iterator[str]:
+    """Yield the lines of output; a narrow terminal shortens the source.
+
+    ``first`` names the device whose memory is shown, where there are several.
+    """
     folder = Path.cwd()
     number = max((len(str(line.number)) for line in lines), default=1)
     wide = width >= number + NUMBERS + PROCESS + LEAST_SOURCE
@@ -79,7 +85,7 @@ def _line_lines(lines: Sequence[Line], width: int) -> Iterator[str]:
     for line in lines:
         path = Path(line.path)
         shown_path = path.relative_to(folder) if path.is_relative_to(folder) else path
-        place = f"{shown_path.as_posix()}, {line.function}()"
+        place = f"{shown_path.as_posix()}, {line.function}(){first}"
         if place != heading:
             if heading:
                 yield ""
