@@ -32,6 +32,7 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the function; raises ``ValueError`` for bad input."""
     import torch
 
+    from pytest_gpumem.prediction.function import several_here
     from pytest_gpumem.prediction.lines import lines_of
 
     text: str = arguments.target
@@ -44,7 +45,8 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
         raise TargetError("torch sees no CUDA device; name a model to be simulated")
     with refusing(text, SimulationError, ValueError):
         found = lines_of(target, [_undecorated(text, target), *followed], gpu)
-    first = f", cuda:0 of {gpu}" if "*" in gpu else ""
+    machine = several_here() if gpu == CUDA else gpu
+    first = f", cuda:0 of {machine}" if "*" in machine or "," in machine else ""
     return Answer(
         _line_lines(found, first, terminal_width()), lambda: [line.to_dict() for line in found]
     )

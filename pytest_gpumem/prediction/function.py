@@ -61,6 +61,12 @@ def device_here(computed: ValueLevel = ValueLevel.AT_FIRST) -> CudaDevice:
     return found
 
 
+def several_here() -> str:
+    """Return the names of this process's dry GPUs if there are several, as ``H100*2``; else empty."""
+    models = os.environ[MODELS] if is_loaded() else ""
+    return models if "*" in models or "," in models else ""
+
+
 def on_device(
     gpu: str | Machine,
     name: str,
@@ -152,7 +158,7 @@ def _on(
     gpu: str | Machine, call: Callable[[], Any], name: str, mode: Mode, worst: Worst | None
 ) -> Prediction:
     def run(device: Device) -> Prediction:
-        machine = gpu.name if isinstance(gpu, Machine) else ""
+        machine = gpu.name if isinstance(gpu, Machine) else several_here()
         found = _predicted(device, machine, name, call, mode)
         if worst is not None and isinstance(device, SimulatedDevice):
             worst.note(RankPeak(found.peak_allocated, device.events_hash))
