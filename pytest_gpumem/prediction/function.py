@@ -62,7 +62,7 @@ def device_here(computed: ValueLevel = ValueLevel.AT_FIRST) -> CudaDevice:
 
 
 def several_here() -> str:
-    """Return the names of this process's dry GPUs if there are several, as ``H100*2``; else empty."""
+    """Return the names of this process's dry GPUs, as ``H100*2``; empty if there is one or none."""
     models = os.environ[MODELS] if is_loaded() else ""
     return models if "*" in models or "," in models else ""
 
