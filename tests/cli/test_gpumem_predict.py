@@ -130,6 +130,11 @@ def test_numbers_of_a_machine_are_those_of_its_fullest_gpu(tests: Command, targe
     assert found["notes"] == ["T4*2: these are numbers of cuda:1; cuda:0 peaks at 4.0 MiB"]
 
 
+def test_a_function_that_uses_no_gpu_is_noted(tests: Command) -> None:
+    _, lines = tests("test_net.py:test_on_the_cpu", "--gpu", "T4")
+    assert lines[-1].startswith("Nothing was allocated on the GPU")
+
+
 @pytest.mark.parametrize("name", ["test_limited[T4]", "TestUnit::test_large"])
 def test_neither_limits_nor_the_marker_s_model_matter(tests: Command, name: str) -> None:
     code = tests(f"test_net.py::{name}", "--gpu", "A100-40GB")[0]
