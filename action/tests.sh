@@ -7,7 +7,8 @@ mkdir -p "$(dirname "$report")"
 rm -f "$report"
 export PYTEST_ADDOPTS="${PYTEST_ADDOPTS:-} --gpumem-report='json:$report'"
 
-bash -c "$GPUMEM_RUN"
+# As GitHub runs a step: a failure of any line, or before a pipe, is one.
+bash --noprofile --norc -eo pipefail -c "$GPUMEM_RUN"
 code=$?
 
 printf 'report=%s\ncode=%s\n' "$report" "$code" >>"$GITHUB_OUTPUT"

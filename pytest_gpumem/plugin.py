@@ -188,9 +188,11 @@ def pytest_fixture_post_finalizer(
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Measure and judge the body."""
-    lifecycle = item.config.stash[SESSION].lifecycle
+    session = item.config.stash[SESSION]
+    lifecycle = session.lifecycle
     if lifecycle is None:
-        return (yield)
+        with session.selector.left_alone():
+            return (yield)
     with lifecycle.one_outcome(item, called=True):
         try:  # not a context manager: an error of a further run would have the first one's context
             with lifecycle.calling():

@@ -35,6 +35,7 @@ from pytest_gpumem.attribution.program_causes import (
     PROGRAM_CAUSES,
     Evidence,
     carried_sentence,
+    larger_variables,
     steady_step,
     unfused_sentence,
 )
@@ -205,13 +206,18 @@ def _largest_change(growth: Growth) -> Evidence:
     count = f"{site.count} × " if site.count > 1 else ""
     shape = f"{count}{shape_text(site.shape)} " if site.shape else ""
     tensor = f" ({shape}{site.dtype})" if shape and site.dtype else ""
+    if growth.bytes < MOST * largest.bytes:
+        # Other tensors are gone from the peak, which may be at another moment.
+        yield growth.bytes, f"the peak now includes {size} of {held} at {where}{tensor}"
+        return
     verb = "were" if held.endswith("s") else "was"
     yield growth.bytes, f"{where} takes {size} of {held} that {verb} not there before{tensor}"
 
 
 DETECTORS: tuple[Callable[[Growth], Evidence], ...] = (
     *PROGRAM_CAUSES,
-    *(_inputs, _changed_dtype, _parameters_dtype, _larger_model, _largest_change),
+    *(_inputs, _changed_dtype, _parameters_dtype, _larger_model),
+    *(larger_variables, _largest_change),
 )
 """The detectors in order: differences in the program's calls, then in its tensors. Of the latter,
 detectors whose evidence is one tensor come before those that count all growth."""

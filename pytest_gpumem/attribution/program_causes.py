@@ -110,7 +110,8 @@ def _zeroed_gradients(growth: Growth) -> Evidence:
         yield _gained(growth, GRADIENTS, filled, "are there during the next forward")
 
 
-def _carried(growth: Growth) -> Evidence:
+def _variables(growth: Growth, known: bool) -> Evidence:
+    """Detect variables that hold memory of earlier steps; ``known``: those that did before, too."""
     if not growth.compares_facts:
         return
     facts = growth.facts("carried")
@@ -118,16 +119,34 @@ def _carried(growth: Growth) -> Evidence:
         {(one["holder"], one["where"]): one for one in carried.get("holders", ())}
         for carried in facts
     )
-    gains = {
-        variable: holder["held"][-1] - (before[variable]["held"][-1] if variable in before else 0)
-        for variable, holder in now.items()
-    }
+    gains = {}
+    for variable, holder in now.items():
+        held, were = holder["held"], before.get(variable, {}).get("held", [0])
+        # A variable of earlier runs whose steps add bytes only now has a new role.
+        is_known = variable in before and bool(steady_step(held)) == bool(steady_step(were))
+        if is_known == known:
+            gains[variable] = held[-1] - were[-1]
     for variable in sorted(gains, key=lambda one: -gains[one]):
         sentence = carried_sentence(now[variable])
+        if known and sentence:
+            were = before[variable]["held"]
+            sentence += f"; {format_size(steady_step(were) or were[-1])} before"
         until_the_end = gains[variable] + _later_steps(facts[0], now[variable]["held"])
         yield gains[variable], sentence
         if MOST * until_the_end < growth.bytes:
             yield until_the_end, sentence
+
+
+def larger_variables(growth: Growth) -> Evidence:
+    """Detect variables that hold more memory of earlier steps than they did before."""
+    yield from _variables(growth, known=True)
+
+
+def _carried(growth: Growth) -> Evidence:
+    if not growth.compares_facts:
+        return
+    yield from _variables(growth, known=False)
+    facts = growth.facts("carried")
     # Memory of each step that no variable holds, but for example the consumer of a generator.
     amounts = facts[0].get("bytes", ())
     step, left = steady_step(amounts), largest_gain(growth)

@@ -54,6 +54,11 @@ class UpdateReport:
     messages: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
 
+    @property
+    def has_recorded(self) -> bool:
+        """Whether tests have a baseline now; ``messages`` are on those that have none."""
+        return bool(self.added or self.changed or self.unchanged)
+
 
 def update_baselines(
     store: BaselineStore,
@@ -167,7 +172,8 @@ def _write_changes(
         try:
             path = store.edit(plan.environment, plan.module, plan.apply)
         except BaselineError as error:
-            lost = f"{counted(len(plan.measured), 'test')} of {plan.module} not recorded: "
+            of_module = f" of {plan.module}" if plan.module else ""
+            lost = f"{counted(len(plan.measured), 'test')}{of_module} not recorded: "
             errors[f"{lost if plan.measured else ''}{error}"] = None
             continue
         written += [path] if path else []

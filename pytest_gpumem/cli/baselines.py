@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -31,10 +32,13 @@ def prune(arguments: argparse.Namespace) -> Answer:
     folder: Path = arguments.baselines
     files = read_folder(folder)
     found, output = _Collector(), StringIO()
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as ``python -m pytest`` does
     with redirect_stdout(output), redirect_stderr(output):
         code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[found])
     if found.failed:
-        raise ValueError(f"pytest cannot collect {printable(found.failed[0])}: nothing was dropped")
+        module, error = found.failed[0]
+        raise ValueError(f"pytest cannot collect {module}, so nothing was dropped: {error}")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         last = [line for line in output.getvalue().splitlines() if line.strip()][-1:]
         raise ValueError(f"pytest collected no tests: {printable(''.join(last))}")
@@ -71,7 +75,7 @@ class _Collector:
 
     def __init__(self) -> None:
         self.nodeids: list[str] = []
-        self.failed: list[str] = []
+        self.failed: list[tuple[str, str]] = []
         self.rootpath = Path()
 
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -82,9 +86,10 @@ class _Collector:
         self.nodeids.append(item.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record the modules that could not be collected."""
+        """Record the modules that could not be collected, with the last line of their error."""
         if report.failed:
-            self.failed.append(report.nodeid)
+            last = str(report.longrepr).strip().splitlines()[-1].removeprefix("E ").strip()
+            self.failed.append((printable(report.nodeid), printable(last)))
 
 
 def move(arguments: argparse.Namespace) -> Answer:

@@ -19,9 +19,9 @@ from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, Argument, Command, parsed
 from pytest_gpumem.option_values import DEFAULT_GPU
-from pytest_gpumem.paths import git, toplevel
+from pytest_gpumem.paths import GitError, git, toplevel
 from pytest_gpumem.prediction.process import last_words
-from pytest_gpumem.quoting import MOST, printable
+from pytest_gpumem.quoting import MOST, printable, quoted
 from pytest_gpumem.report.json_report import ReportError, read_report
 from pytest_gpumem.sizes import Tolerance, format_exact, format_size, parse_tolerance
 from pytest_gpumem.text import counted
@@ -122,17 +122,20 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
 
 
+def _commit(top: Path, revision: str) -> str:
+    try:
+        named = git(top, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+    except GitError:
+        raise ValueError(f"{quoted(revision)} is no commit of this repository") from None
+    return named.decode().strip()
+
+
 def commits_between(top: Path, good: str, bad: str) -> list[str]:
     """Return the commits from ``good`` to ``bad``, both included, along first parents.
 
     Raises ``ValueError`` with one sentence if they do not exist or ``bad`` does not follow.
     """
-    first, last = (
-        git(top, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
-        .decode()
-        .strip()
-        for revision in (good, bad)
-    )
+    first, last = (_commit(top, revision) for revision in (good, bad))
     listed = git(top, "rev-list", "--first-parent", "--reverse", f"{first}..{last}")
     following = listed.decode().split()
     if not following:

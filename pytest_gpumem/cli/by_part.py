@@ -32,6 +32,7 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the function; raises ``ValueError`` for bad input."""
     import torch
 
+    from pytest_gpumem.prediction.function import several_here
     from pytest_gpumem.prediction.lines import lines_of
 
     text: str = arguments.target
@@ -44,7 +45,11 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
         raise TargetError("torch sees no CUDA device; name a model to be simulated")
     with refusing(text, SimulationError, ValueError):
         found = lines_of(target, [_undecorated(text, target), *followed], gpu)
-    return Answer(_line_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
+    machine = several_here() if gpu == CUDA else gpu
+    first = f", cuda:0 of {machine}" if "*" in machine or "," in machine else ""
+    return Answer(
+        _line_lines(found, first, terminal_width()), lambda: [line.to_dict() for line in found]
+    )
 
 
 def _function(text: str, gpu: str, wrong: str, *, takes_arguments: bool = False) -> Function:
@@ -67,8 +72,11 @@ def _undecorated(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _line_lines(lines: Sequence[Line], width: int) -> Iterator[str]:
-    """Yield the lines of output; a narrow terminal shortens the source."""
+def _line_lines(lines: Sequence[Line], first: str, width: int) -> Iterator[str]:
+    """Yield the lines of output; a narrow terminal shortens the source.
+
+    ``first`` names the device whose memory is shown, where there are several.
+    """
     folder = Path.cwd()
     number = max((len(str(line.number)) for line in lines), default=1)
     wide = width >= number + NUMBERS + PROCESS + LEAST_SOURCE
@@ -79,7 +87,7 @@ def _line_lines(lines: Sequence[Line], width: int) -> Iterator[str]:
     for line in lines:
         path = Path(line.path)
         shown_path = path.relative_to(folder) if path.is_relative_to(folder) else path
-        place = f"{shown_path.as_posix()}, {line.function}()"
+        place = f"{shown_path.as_posix()}, {line.function}(){first}"
         if place != heading:
             if heading:
                 yield ""

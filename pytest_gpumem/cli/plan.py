@@ -15,7 +15,7 @@ from pytest_gpumem.prediction.needs import needs_of
 from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Rental, make_plan, parse_runner
 from pytest_gpumem.sharing.devices import CONTEXT, LEFT_FREE
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import counted, shorten, wrap
+from pytest_gpumem.text import counted, listed, shorten, wrap
 
 MOST_LISTED = 10
 """The most tests of one kind that are named."""
@@ -110,9 +110,18 @@ def as_dict(plan: Plan, sources: Sequence[str]) -> dict[str, Any]:
 def _headline(plan: Plan) -> str:
     """Return the first sentence: ``97 of your 100 tests fit a T4, 99 an L4, all an H100``."""
     total = len(plan.tests)
-    first, *others = ((plan.fitting(runner), _a(runner.name)) for runner in plan.runners)
-    counts = [f"{'all' if count == total else count} {name}" for count, name in others]
-    return ", ".join([f"{first[0]} of your {counted(total, 'test')} fit {first[1]}", *counts])
+    fitting = {_a(runner.name): plan.fitting(runner) for runner in plan.runners}
+    if total == 1:
+        fits = [name for name, count in fitting.items() if count]
+        others = [name for name, count in fitting.items() if not count]
+        if not fits:
+            return f"your test fits no {' and no '.join(runner.name for runner in plan.runners)}"
+        return f"your test fits {listed(fits)}" + (f", not {listed(others)}" if others else "")
+    words = {0: "none", total: "all"}
+    counts = [f"{words.get(count, count)} {name}" for name, count in fitting.items()]
+    count, name = counts[0].split(" ", 1)
+    verb = "fits" if count in ("none", "1") else "fit"
+    return ", ".join([f"{count} of your {total} tests {verb} {name}", *counts[1:]])
 
 
 def _rows(plan: Plan) -> Iterator[list[str]]:

@@ -54,6 +54,7 @@ LINE, LAYER = "line", "layer"
 
 SHOWN_PHASES = 6
 CONTEXT = "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU."
+UNUSED = 'Nothing was allocated on the GPU: code for it says device="cuda" or .cuda().'
 
 RULES = "simulated by the rules of torch {}"
 BY_DRY = "torch {}'s own CUDA code over a runtime without kernels"
@@ -97,10 +98,11 @@ def run(arguments: argparse.Namespace) -> Answer | int:
 
 
 def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) -> Answer:
+    is_used = any(one.peak_allocated for one in predictions)
     lines = [
         *(_heading(target, whose), ""),
         *fit_table(predictions, _phases_of(predictions), terminal_width()),
-        *("", CONTEXT),
+        *("", CONTEXT if is_used else UNUSED),
         *sentences(f"note: {note}" for one in predictions for note in one.notes),
     ]
     return Answer(

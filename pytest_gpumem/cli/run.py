@@ -93,7 +93,7 @@ def _when(result: ScriptResult) -> str:
 
 def _prediction(result: ScriptResult) -> Prediction:
     measured, total = result.measurements[0], result.total_memory
-    return Prediction.of(measured, result.gpu, total, fits=result.fits)
+    return Prediction.of([measured], result.gpu, total, fits=result.fits)
 
 
 def _to_dict(result: ScriptResult) -> dict[str, Any]:

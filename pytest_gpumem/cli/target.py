@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -44,6 +44,12 @@ def refusing(text: str, *known: type[BaseException]) -> Iterator[None]:
         raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
 
 
+_DEFERRED: Mapping[str, Callable[[object], bool]] = {
+    "a coroutine": inspect.iscoroutinefunction,
+    "a generator": inspect.isgeneratorfunction,
+    "an asynchronous generator": inspect.isasyncgenfunction,
+}
+
 Function = Callable[[], Any]
 """A target that is a function; a target that is a test is a node id."""
 
@@ -68,6 +74,12 @@ def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
         raise TargetError(f"{text}: {name} is {type(function).__name__}, not a function")
     if takes_arguments:
         return function
+    for kind, is_of in _DEFERRED.items():
+        if is_of(function):
+            raise TargetError(
+                f"{text}: {name}() is {kind}, of which a call runs nothing; name a function that "
+                "runs it to its end"
+            )
     try:
         inspect.signature(function).bind()
     except TypeError as error:

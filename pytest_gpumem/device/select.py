@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import pytest
 from pytest_gpumem.device import DeviceError, ValueLevel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.device.dry import DryDevice
@@ -74,6 +75,23 @@ class DeviceSelector:
     def only_model(self) -> str | None:
         """The model of the dry device, one per process; ``None`` for other devices."""
         return self._choice.models[0] if self._choice.kind == "dry" else None
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Fail a test that is not measured if it allocates inside on a dry device."""
+        if self._choice.kind != "dry":
+            yield
+            return
+        from pytest_gpumem.dry.scope import hidden_allocations
+
+        before = hidden_allocations()
+        yield
+        if hidden_allocations() > before:
+            pytest.fail(
+                "No CUDA GPUs are available: this test has allocated on the dry device, which only "
+                "measured tests may use, as its kernels compute nothing",
+                pytrace=False,
+            )
 
     def simulates(self, model: str | None) -> bool:
         """Return whether ``model`` is simulated although ``auto`` has chosen the dry device."""

@@ -36,7 +36,7 @@ from pytest_gpumem.prediction.process import (
 from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.compiled.settings import tell_of_compiled_code
 from pytest_gpumem.simulated.distributed.worst import RankPeak, Worst
-from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
+from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.values.errors import HostMemoryError, UnknownValueError, WorkLimitError
 from pytest_gpumem.values.prediction import Prediction
 from pytest_gpumem.values.world import RequestedRank
@@ -61,8 +61,14 @@ def device_here(computed: ValueLevel = ValueLevel.AT_FIRST) -> CudaDevice:
     return found
 
 
+def several_here() -> str:
+    """Return the names of this process's dry GPUs, as ``H100*2``; empty if there is one or none."""
+    models = os.environ[MODELS] if is_loaded() else ""
+    return models if "*" in models or "," in models else ""
+
+
 def on_device(
-    gpu: str | GpuModel,
+    gpu: str | Machine,
     name: str,
     run: Callable[[Device], T],
     *,
@@ -132,15 +138,15 @@ def predict(
     ``ValueError`` for a model that is not in the catalogue or an impossible number of ranks, and
     exceptions of ``call`` except for running out of memory.
     """
-    model = gpu if gpu == MEASURED else find_gpu(gpu)
+    machine = gpu if gpu == MEASURED else find_machine(gpu)
     if ranks is None:
-        return _on(model, call, name, mode, None)
+        return _on(machine, call, name, mode, None)
     worst = Worst(ranks)
     found = {}
     rank: int | None = 0
     while rank is not None:
         worst.rank = rank
-        found[rank] = _on(model, call, name, mode, worst)
+        found[rank] = _on(machine, call, name, mode, worst)
         rank = worst.unknown()
     most = found[worst.found]
     return replace(
@@ -149,10 +155,11 @@ def predict(
 
 
 def _on(
-    gpu: str | GpuModel, call: Callable[[], Any], name: str, mode: Mode, worst: Worst | None
+    gpu: str | Machine, call: Callable[[], Any], name: str, mode: Mode, worst: Worst | None
 ) -> Prediction:
     def run(device: Device) -> Prediction:
-        found = _predicted(device, name, call, mode)
+        machine = gpu.name if isinstance(gpu, Machine) else several_here()
+        found = _predicted(device, machine, name, call, mode)
         if worst is not None and isinstance(device, SimulatedDevice):
             worst.note(RankPeak(found.peak_allocated, device.events_hash))
         return found
@@ -164,13 +171,16 @@ def _on(
         compile=mode.compile,
         requested=None if worst is None else RequestedRank(worst.size, worst.rank),
     )
-    if found.fits or not isinstance(gpu, GpuModel):
+    if found.fits or not isinstance(gpu, Machine):
         return found
-    large = _on(replace(gpu, total_memory=UNBOUNDED), call, name, mode, worst)
-    return replace(large, fits=False, total_memory=gpu.total_memory)
+    unbounded = Machine(replace(gpu.model, total_memory=UNBOUNDED), gpu.count)
+    large = _on(unbounded, call, name, mode, worst)
+    return replace(large, fits=False, total_memory=gpu.model.total_memory)
 
 
-def _predicted(device: Device, name: str, call: Callable[[], Any], mode: Mode) -> Prediction:
+def _predicted(
+    device: Device, gpu: str, name: str, call: Callable[[], Any], mode: Mode
+) -> Prediction:
     fits, recorder = True, None
     if mode.code and device.recorder is not None:
         recorder = PeakRecorder(device.recorder, str(Path.cwd()))
@@ -186,12 +196,13 @@ def _predicted(device: Device, name: str, call: Callable[[], Any], mode: Mode) -
                 fits = False
             else:
                 device.end_body()
-        found = meter.measurements((), (), device=device.index, passed=False)[device.index]
-    measured = device.complete(found)
+        found = meter.measurements((), (), device=device.index, passed=False)
+    measured = [device.complete(one) for one in found.values()]
+    total, gpu = device.total_memory, gpu or device.environment.gpu
+    predicted = Prediction.of(measured, gpu, total, fits=fits, code=mode.code)
     if isinstance(device, SimulatedDevice) and (sentence := device.nccl):
-        measured = replace(measured, notes=(*measured.notes, sentence))
-    gpu, total = device.environment.gpu, device.total_memory
-    return Prediction.of(measured, gpu, total, fits=fits, code=mode.code)
+        return replace(predicted, notes=(*predicted.notes, sentence))
+    return predicted
 
 
 Pairs = tuple[tuple[Prediction, Prediction], ...]

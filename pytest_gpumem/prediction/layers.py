@@ -76,8 +76,9 @@ def layers_of(
 ) -> list[Layer]:
     """Return the module calls of the first model that ``target`` calls, in order, outermost first.
 
-    ``target`` may also return a model, or a model and its inputs, and the model is then called;
-    ``inputs`` are shapes and types, ``((8, 256), "int64")``, for a model returned without inputs.
+    ``target`` may also return a model, or a model and its inputs, and the model is then called; the
+    last input may be a mapping of keywords. ``inputs`` are shapes and types, ``((8, 256),
+    "int64")``, for a model returned without inputs.
     It runs on a simulated ``gpu``, or on the CUDA device for ``"cuda"``, once without gradients and
     once with them. Raises :class:`NoModelError` if no model is found, or its inputs are missing.
     """
@@ -121,7 +122,12 @@ def _call(returned: Any, given: Sequence[Input]) -> None:
         )
     elif isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module):
         model, *inputs = returned
-        model(*inputs)
+        keywords: Mapping[str, Any] = {}
+        if inputs and isinstance(inputs[-1], Mapping):
+            with suppress(TypeError):  # an input that is a mapping itself
+                inspect.signature(model.forward).bind(*inputs[:-1], **inputs[-1])
+                keywords = inputs.pop()
+        model(*inputs, **keywords)
 
 
 def _analyzing_call(call: Callable[..., Any], found: list[Layer]) -> Callable[..., Any]:

@@ -229,8 +229,8 @@ def predict_test(
     predictions = []
     for answer in answers:
         gpu, total = answer.gpu, machines[answer.gpu].model.total_memory
-        measured = answer.record.measurement if answer.measured and answer.record else None
-        if measured is None:
+        measured = answer.record.measurements if answer.measured and answer.record else ()
+        if not measured:
             why = answer.problem or "it allocates nothing on the device"
             raise PredictionError(f"{answer.nodeid} cannot be predicted for {gpu}: {why}")
         fits, code = answer.fits, mode.code

@@ -53,6 +53,8 @@ COLUMNS = (
 # The name of a verdict's limit in the marker; a reference is named by its kind.
 LIMIT_WORDS = {"peak_allocated": "max", "peak_reserved": "max reserved", "leaked": "max leak"}
 REFERENCE_WORDS = {"baseline": "baseline", "prediction": "predicted"}
+MISSING_WORDS = {"baseline": "no baseline", "prediction": "no prediction"}
+"""The words where a test must have a reference and has none."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Row:
                 allowed = verdict.limit_in_words or allowed
             words = REFERENCE_WORDS.get(verdict.kind) or LIMIT_WORDS[verdict.metric]
             texts["allowed"] = f"{words} {allowed}"
+        elif verdict is not None and verdict.kind in MISSING_WORDS:
+            texts["allowed"] = MISSING_WORDS[verdict.kind]
         return texts
 
     def style(self, column: Column) -> str:
@@ -99,8 +103,8 @@ class Row:
         if column.key == "status":
             return STATUSES[self.status][0]
         verdict = self.verdict
-        over = verdict is not None and not verdict.passed and verdict.metric == column.key
-        return "red" if over else ""
+        is_over = verdict is not None and verdict.limit is not None and not verdict.passed
+        return "red" if is_over and verdict and verdict.metric == column.key else ""
 
 
 def test_status(record: TestRecord) -> str:
@@ -203,9 +207,11 @@ def _numbers(measured: Measurement | PhaseRecord) -> dict[str, int | None]:
 
 
 def _telling_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """Return the first failed verdict; else the tightest passed one on the peak."""
+    """Return the first failed verdict, at best with a limit; else the tightest one on the peak."""
     bounded = [verdict for verdict in verdicts if verdict.limit is not None]
     broken = [verdict for verdict in bounded if not verdict.passed]
     if broken:
         return main_verdict(broken)
+    if unbounded := [verdict for verdict in verdicts if not verdict.passed]:
+        return unbounded[0]
     return min(bounded, key=lambda one: (one.metric != "peak_allocated", one.limit), default=None)

@@ -73,7 +73,7 @@ def section(
     ``shown_above``: pytest has shown the failures. ``missing``: unused baselines, and tests that
     were compared with nothing. ``rows`` and ``sort`` are arguments of :func:`table`.
     """
-    if update is not None and (update.added or update.changed or update.unchanged):
+    if update is not None and update.has_recorded:
         # The update's own messages report numbers that could not be recorded.
         records = [replace(record, missing_baseline=False) for record in records]
     notes = [note for note in notes if update is None or note not in update.errors]

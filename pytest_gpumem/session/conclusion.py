@@ -218,8 +218,11 @@ class Conclusion:
         if not targets:
             return
         device = self._config.getoption("gpumem_device", None)
+        records = results.records
+        if self._update is not None and self._update.has_recorded:
+            records = [replace(record, missing_baseline=False) for record in records]
         run = ReportedRun(
-            results.records,
+            records,
             root=self._config.rootpath,
             lines=results.lines,
             skipped=results.unsimulated,

@@ -155,7 +155,8 @@ class TestLifecycle:
         """Measure the current test's call inside."""
         measured, sharing = self.current, self._parts.sharing
         if measured is None:
-            with process_restored() if self._parts.results.any_marked else nullcontext():
+            restored = process_restored() if self._parts.results.any_marked else nullcontext()
+            with restored, self._parts.selector.left_alone():
                 yield
             return
         with measured.calling(), sharing.interruptible() if sharing else nullcontext():

@@ -25,6 +25,7 @@ from pytest_gpumem.options import Settings
 from pytest_gpumem.prediction.closed_forms import Expected
 from pytest_gpumem.session import used_fixtures
 from pytest_gpumem.session.captured_logs import kept_as_text
+from pytest_gpumem.session.children import end_of_children
 from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.restored import memory_fractions_kept, process_restored
 from pytest_gpumem.sharing.admission import FailedAllocation, FailureCause, cause_of
@@ -166,7 +167,7 @@ class TestRun:
                 ):
                     self._resources.callback(memory_fractions_kept())
                     device.restart_collector()
-                    with process_restored():
+                    with process_restored(), end_of_children(self.item.nodeid):
                         yield
                 device.end_body()
             finally:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import listed
 from pytest_gpumem.values.measurement import CALL, SETUP, Measurement
 from pytest_gpumem.values.serialization import OMITTED, Plain
 
@@ -34,9 +36,26 @@ class Prediction(Plain):
 
     @classmethod
     def of(
-        cls, measured: Measurement, gpu: str, total_memory: int, *, fits: bool, code: str = ""
+        cls,
+        devices: Sequence[Measurement],
+        gpu: str,
+        total_memory: int,
+        *,
+        fits: bool,
+        code: str = "",
     ) -> Prediction:
-        """Return the prediction that a measurement on ``gpu`` gives; ``code`` adds sites."""
+        """Return the prediction that measurements of the ``devices`` of a ``gpu`` give.
+
+        Of several devices it is that of the highest peak, and a note names the others. ``code``
+        adds sites.
+        """
+        measured = max(devices, key=lambda one: one.peak_allocated)
+        others = [one for one in devices if one is not measured and one.peak_allocated]
+        notes = measured.notes
+        if others:
+            peaks = [f"{one.device} peaks at {format_size(one.peak_allocated)}" for one in others]
+            numbers = f"{gpu}: these are numbers of {measured.device}; {listed(peaks)}"
+            notes = (numbers, *notes)
         sites = {name: phase.sites for name, phase in measured.phases.items()}
         return cls(
             gpu,
@@ -49,7 +68,7 @@ class Prediction(Plain):
                 for name, phase in measured.phases.items()
                 if name not in (SETUP, CALL)
             },
-            measured.notes,
+            notes,
             code=code,
             sites={**sites, "": measured.sites} if code else {},
         )

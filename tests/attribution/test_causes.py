@@ -183,6 +183,30 @@ def test_the_variable_that_holds_more_than_before_is_the_cause() -> None:
     )
 
 
+def test_a_variable_that_held_as_many_tensors_before_is_no_cause_of_a_larger_dtype() -> None:
+    """A variable keeps the last output until the next step, with and without autocast."""
+    were = {**LOSSES, "holder": "logits", "kind": "", "graph": 0, "held": [4 * MIB, 4 * MIB]}
+    held = {**were, "held": [8 * MIB, 8 * MIB]}
+    now, before = ({"carried": {"holders": [one]}} for one in (held, were))
+    half = replace(KEPT, bytes=4 * MIB, dtype="bfloat16")
+    assert cause_of(growth([KEPT], [half], now, before)) == (
+        "the same activations at m.py:7 (torch.mul): bfloat16 before, float32 now"
+    )
+    small = replace(KEPT, bytes=4 * MIB)
+    assert cause_of(growth([KEPT], [small], now, before)) == (
+        "logits of train() still holds 8.0 MiB of earlier steps; 4.0 MiB before"
+    )
+
+
+def test_a_tensor_of_another_moment_is_not_said_to_be_larger_than_the_growth() -> None:
+    """The peak moves from one tensor to another, which was there before, but not at the peak."""
+    moved = replace(OUTSIDE, bytes=OUTSIDE.bytes + 4096)
+    other = replace(OUTSIDE, site="t.py:4", operator="torch.ones")
+    assert cause_of(growth([moved], [other], {}, {})) == (
+        "the peak now includes 64.0 MiB of memory at t.py:9 (torch.zeros) ((16) float32)"
+    )
+
+
 def test_parameters_of_a_larger_dtype_are_not_a_second_copy() -> None:
     """A bfloat16 model that is float32 now has as many parameters as before."""
     models = {"models": {"net": {"parameters": 2, "largest": {}}}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,6 +95,18 @@ def test_prune_deletes_nothing_where_collection_fails(
     (tmp_path / "test_b.py").write_text("import nothing_of_this_name")
     assert main(["baselines", "prune"]) == 2
     assert capsys.readouterr().err == (
-        "gpumem: pytest cannot collect test_b.py: nothing was dropped\n"
+        "gpumem: pytest cannot collect test_b.py, so nothing was dropped: "
+        "ModuleNotFoundError: No module named 'nothing_of_this_name'\n"
     )
     assert len(gpumem("list")) == 3
+
+
+def test_prune_imports_modules_of_the_current_folder(
+    gpumem: Gpumem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``python -m pytest`` does, where ``rootdir/tests`` has no ``__init__.py``."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "package_beside.py").write_text("")
+    (tmp_path / "tests/test_a.py").write_text("import package_beside\ndef test_x(): ...\n")
+    assert gpumem("prune", "--dry-run")[-1] == "2 stored tests would be dropped"

@@ -186,7 +186,7 @@ def test_json_has_the_guilty_commit_and_the_measurements(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--good", "v9"), "git: Needed a single revision"),
+        (("--good", "v9"), "'v9' is no commit of this repository"),
         (("--good", "HEAD"), "HEAD does not come after HEAD: no commit lies between them"),
         (("--good", "HEAD~1", "--tolerance", "x"), "--tolerance: 'x' is not a tolerance"),
         (("--good", "HEAD~1", "--pytest-args", "'"), "--pytest-args: No closing quotation"),

@@ -145,6 +145,24 @@ def test_durations_measured_beside_others_do_not_count(
     assert out.endswith("of tests alone on their device; 1 unknown, taken for average\n")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([1], "your test fits a T4, an L4 and an H100"),
+        ([90], "your test fits no T4 and no L4 and no H100"),
+        ([1, 2], "all of your 2 tests fit a T4, all an L4, all an H100"),
+        ([1, 16], "1 of your 2 tests fits a T4, all an L4, all an H100"),
+        ([30, 90], "none of your 2 tests fits a T4, none an L4, 1 an H100"),
+    ],
+)
+def test_the_first_sentence_agrees_with_the_number_of_tests(
+    folder: Path, capsys: pytest.CaptureFixture[str], sizes: list[int], said: str
+) -> None:
+    write_report(folder / "report.json", [record(f"test_{n}", n) for n in sizes])
+    main(["plan", *RUNNERS, "report.json"])
+    assert capsys.readouterr().out.startswith(said + "\n")
+
+
 def test_needs_of_tests_are_read_from_baselines(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,7 +175,7 @@ def test_needs_of_tests_are_read_from_baselines(
     add_learned(cache, learned)
     assert main(["plan", *RUNNERS, "baselines"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("0 of your 1 test fit a T4, all an L4, all an H100\n")
+    assert out.startswith("your test fits an L4 and an H100, not a T4\n")
     assert "1 machine, 2.0 minutes, 0.02 a run\n" in out
     assert "needs: stored baselines of sim-A100-40GB-torch2.13\n" in out
     assert "durations: of earlier runs, by pytest's cache on cuda-NVIDIA-L4-torch2.13" in out

@@ -81,6 +81,13 @@ TESTS = dedent(
         def test_large(self):
             torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
 
+    def on_two():
+        first = torch.empty(4 << 20, dtype=torch.uint8, device="cuda:0")
+        second = torch.empty(16 << 20, dtype=torch.uint8, device="cuda:1")
+
+    def test_on_two():
+        on_two()
+
     def test_on_the_cpu():
         torch.ones(3)
 
@@ -114,6 +121,18 @@ def test_a_test_runs_on_a_machine_with_several_gpus(tests: Command) -> None:
     (found,) = tests.json("test_net.py::test_unmarked", "--gpu", "T4*2")["gpus"]
     assert found["gpu"] == "T4*2"
     assert found["total_memory"] == GPUS["T4"].total_memory
+
+
+@pytest.mark.parametrize("target", ["test_net.py::test_on_two", "test_net.py:on_two"])
+def test_numbers_of_a_machine_are_those_of_its_fullest_gpu(tests: Command, target: str) -> None:
+    (found,) = tests.json(target, "--gpu", "T4*2")["gpus"]
+    assert (found["gpu"], found["peak_allocated"]) == ("T4*2", 16 * 1024 * KIB)
+    assert found["notes"] == ["T4*2: these are numbers of cuda:1; cuda:0 peaks at 4.0 MiB"]
+
+
+def test_a_function_that_uses_no_gpu_is_noted(tests: Command) -> None:
+    _, lines = tests("test_net.py:test_on_the_cpu", "--gpu", "T4")
+    assert lines[-1].startswith("Nothing was allocated on the GPU")
 
 
 @pytest.mark.parametrize("name", ["test_limited[T4]", "TestUnit::test_large"])

@@ -13,6 +13,7 @@ from tests.cli.targets import KIB, Command, command
 pytestmark = pytest.mark.usefixtures("plain_workspaces", "cnn")
 
 CNN = """
+    import torch
     from torch import nn
 
     def tokens():
@@ -27,6 +28,20 @@ CNN = """
                 channels = width
             layers.append(nn.MaxPool2d(2))
         return nn.Sequential(*layers)
+
+    class ByName(nn.Module):
+        def forward(self, *, tokens, mask=None):
+            return tokens * 2
+
+    def keywords():
+        return ByName(), {"tokens": torch.ones(8, 4, device="cuda")}
+
+    class OfMapping(nn.Module):
+        def forward(self, batch):
+            return batch["tokens"] * 2
+
+    def mapping():
+        return OfMapping(), {"tokens": torch.ones(8, 4, device="cuda")}
 
     def norms():
         return nn.Sequential(
@@ -131,6 +146,12 @@ def test_a_model_without_inputs_is_refused(
     gpumem: Command, arguments: list[str], sentence: str
 ) -> None:
     assert sentence in gpumem.refusal("cnn.py:vgg19", *arguments)
+
+
+@pytest.mark.parametrize("name", ["keywords", "mapping"])
+def test_inputs_may_be_a_mapping(gpumem: Command, name: str) -> None:
+    (layer,) = gpumem.json(f"cnn.py:{name}", "--gpu", "T4")
+    assert layer["inputs"] == [[8, 4]]
 
 
 def test_memory_with_and_without_backward(gpumem: Command) -> None:

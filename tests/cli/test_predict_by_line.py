@@ -108,6 +108,11 @@ def test_the_text_of_lines(gpumem: Command) -> None:
     assert "        - 1 × (64,1024) 256.0 KiB float32 Tensor" in lines
 
 
+def test_the_device_is_named_where_there_are_several(gpumem: Command) -> None:
+    _, lines = gpumem("net.py:train", "--gpu", "T4*2")
+    assert lines[0] == "net.py, train(), cuda:0 of T4*2"
+
+
 def test_memory_of_a_simulated_process_is_the_reserved_memory(gpumem: Command) -> None:
     found = by_source(gpumem.json("net.py:train", "--gpu", "T4"))
     assert found["net = Net().cuda()"]["process"] == 2 * MIB  # the first segment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "from beside_it import NUMBER\n"
         "def step():\n    return NUMBER\n"
         "def needs(x):\n    return x\n"
+        "async def coroutine(): ...\ndef generator():\n    yield\nasync def both():\n    yield\n"
         "class Holder:\n    @staticmethod\n    def step():\n        return 8\n"
     )
     (tmp_path / "broken_script.py").write_text("1 / 0\n")
@@ -41,6 +43,22 @@ def test_a_target_is_a_function_of_a_module_or_a_file(project: Path, text: str, 
 def test_a_target_is_a_test_id(project: Path) -> None:
     (project / "test_it.py").touch()
     assert find_target("test_it.py::TestX::test_y[a:b]") == "test_it.py::TestX::test_y[a:b]"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("coroutine", "a coroutine"),
+        ("generator", "a generator"),
+        ("both", "an asynchronous generator"),
+    ],
+)
+def test_a_function_of_which_a_call_runs_nothing_is_refused(
+    project: Path, name: str, kind: str
+) -> None:
+    sentence = f"{name}() is {kind}, of which a call runs nothing; name a function that runs it"
+    with pytest.raises(TargetError, match=re.escape(sentence)):
+        find_target(f"training_script:{name}")
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,11 @@ def test_predict_of_a_function_is_the_same(project: Path, simulated: Any) -> Non
     assert dry == simulated[FUNCTION]
 
 
+def test_several_gpus_have_the_name_that_they_were_given(project: Path) -> None:
+    (found,) = gpumem(project, "predict", FUNCTION[0], "--device", "dry:T4*2")["gpus"]
+    assert found["gpu"] == "T4*2"
+
+
 def test_what_a_function_prints_is_shown_above_the_answer(project: Path) -> None:
     program = [sys.executable, "-m", "pytest_gpumem.cli", "predict", "train.py:talk"]
     done = subprocess.run(

@@ -220,6 +220,35 @@ def test_the_device_may_be_there_for_the_whole_session(project: Path) -> None:
     assert "assert (True, 1) == (False, 0)" in done.stdout
 
 
+UNASKED = """
+import pytest, torch
+
+def test_before():
+    torch.ones(3, device="cuda")
+
+def test_on_the_cpu():
+    torch.ones(3)
+
+@pytest.mark.gpumem
+def test_marked():
+    torch.ones(3, device="cuda")
+
+def test_after():
+    torch.ones(3, device="cuda") + 1
+"""
+
+
+def test_an_unmarked_test_that_allocates_fails(dry_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "test_unasked.py").write_text(UNASKED)
+    done = pytest_in(tmp_path)
+
+    assert "2 failed, 2 passed" in done.stdout, done.stdout
+    assert "FAILED test_unasked.py::test_before - Failed: No CUDA GPUs" in done.stdout
+    assert "FAILED test_unasked.py::test_after - Failed: No CUDA GPUs" in done.stdout
+    assert "note: 2 tests failed because there is no GPU" in done.stdout
+    assert "4 passed" in pytest_in(tmp_path, "--gpumem-sim-scope=session").stdout
+
+
 CHILDREN = """
 import subprocess, sys, pytest
 

@@ -184,6 +184,12 @@ def test_tests_without_a_report_are_a_warning(runner: Runner) -> None:
     assert "wrote no report" in runner.comment(outputs)
 
 
+@pytest.mark.parametrize("command", ["exit 3 | cat", "(exit 3)\ntrue"])
+def test_a_failure_before_the_last_command_fails_the_tests(runner: Runner, command: str) -> None:
+    runner.environment["GPUMEM_RUN"] = command
+    assert runner.tests()["code"] == "3"
+
+
 def test_the_action_runs_two_scripts_and_expands_nothing_in_a_shell() -> None:
     text = (REPOSITORY / "action.yml").read_text()
     assert re.findall(r"GITHUB_ACTION_PATH/([\w/.]+)", text) == [

@@ -47,6 +47,17 @@ def test_update_writes_every_test_that_ran(project: Project, workers: tuple[str,
     assert project.run_apart("--gpumem-require-baselines", *workers).ret == 0
 
 
+def test_a_report_of_the_recording_run_lists_no_test_as_without_baseline(project: Project) -> None:
+    write_sizes(project)
+    comment = project.path / "report.md"
+    option = f"--gpumem-report=markdown:{comment}"
+
+    project.run(option)
+    assert "Without baseline" in comment.read_text()
+    project.run(option, "--gpumem-update-baselines")
+    assert "Without baseline" not in comment.read_text()
+
+
 def test_growth_fails_with_the_command_that_accepts_it(project: Project) -> None:
     write_sizes(project)
     project.run("--gpumem-update-baselines")

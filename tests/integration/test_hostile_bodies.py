@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.integration.hostile_bodies import BODIES, UNMEASURED, project_source
@@ -48,3 +50,34 @@ def test_a_worker_that_ends_loses_only_its_own_test(project: Project) -> None:
 
     peaks = {nodeid[-2]: test["measurement"]["peak_allocated"] for nodeid, test in tests.items()}
     assert peaks == dict.fromkeys("01345", 4096)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_process_that_leaves_the_body_ends(project: Project) -> None:
+    """It ends as a script does; it went on as a second pytest, which ran the tests that follow."""
+    project.write(
+        test_forks="""
+        import os
+        import sys
+
+        @pytest.mark.gpumem
+        @pytest.mark.parametrize("end", [None, 3, ValueError])
+        def test_fork(end):
+            torch.empty(1, device="cuda")
+            if not (child := os.fork()):
+                if end is ValueError:
+                    raise ValueError("of the child")
+                return None if end is None else sys.exit(end)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert code == {None: 0, 3: 3, ValueError: 1}[end]
+
+        def test_that_follows():
+            with open("ran", "a") as file:
+                file.write("once ")
+        """
+    )
+    result = project.run_anew("-rA")
+    result.assert_outcomes(passed=4)
+    assert (project.path / "ran").read_text() == "once "
+    ends = ["gpumem: process *, forked by test_forks.py::test_fork[[]None], ends with the body"]
+    result.stdout.fnmatch_lines([*ends, "ValueError: of the child"])

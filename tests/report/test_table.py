@@ -99,6 +99,12 @@ def test_of_several_verdicts_the_failed_one_is_shown_then_the_tightest() -> None
     assert text_of(failed)[-1].endswith("  max reserved 2.0 MiB  FAIL")
 
 
+def test_a_missing_baseline_is_shown_before_limits_that_are_kept() -> None:
+    kept, missing = verdict("leak", 0, 0, metric="leaked"), verdict("baseline", MIB, None)
+    failed = replace(record("t.py::test_x", measured(MIB), kept, missing), outcome="failed")
+    assert text_of(failed)[-1].endswith("  no baseline  FAIL")
+
+
 def test_a_long_name_is_shortened_in_the_middle_and_no_line_is_wider_than_the_terminal() -> None:
     long = passing("test_attention[causal-head_dim128-sequence_length_16384-bfloat16]")
     lines = text_of(long, width=80)
