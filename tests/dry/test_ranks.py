@@ -199,6 +199,14 @@ def test_worst():
     torch.empty(1024 * (1 + dist.get_rank()), 1024, device=own)
 
 
+@pytest.mark.gpumem(ranks=1)
+@ending
+def test_only_rank():
+    # Its GPU is there, so that it gets a process, with torch's variables for one rank.
+    own = joined()
+    dist.all_reduce(torch.ones(1024, device=own))
+
+
 @pytest.mark.gpumem(ranks=4)
 def test_any_backend():
     own = device()
@@ -255,6 +263,7 @@ def _reported(folder: Path, kind: str) -> dict[str, Any]:
             "collectives",
             "functional",
             "worst",
+            "only_rank",
             "any_backend",
             "alone",
         ),
