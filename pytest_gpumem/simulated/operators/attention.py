@@ -197,7 +197,7 @@ def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> N
 
 def head_size_rounded(size: int) -> int:
     """Return the elements of a head in flash-attention's accumulators."""
-    return round_up(size, 32) if size <= 192 else 256
+    return round_up(size, 32 if size <= 128 else 64)
 
 
 _RNG_STATE = 16
