@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,18 @@ def test_data_parallel():
     own = joined()
     wrapped = nn.parallel.DistributedDataParallel(network(own), device_ids=[own.index])
     train(wrapped, own, steps=3)
+
+
+@pytest.mark.gpumem(ranks=8)
+@ending
+def test_hook():
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    own = joined()
+    wrapped = nn.parallel.DistributedDataParallel(network(own), device_ids=[own.index])
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(wrapped, own, steps=4)
 
 
 def replicated(model, own, **options):
@@ -222,6 +235,10 @@ def test_alone():
 """
 
 NUMBERS = ("peak_allocated", "peak_reserved")
+UNTIL_WATCHED = pytest.mark.skipif(
+    int(version("torch").split(".")[1]) < 15,
+    reason="NCCL's watchdog frees what a hook has sent: by time",
+)
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +274,7 @@ def _reported(folder: Path, kind: str) -> dict[str, Any]:
     [
         *("fully_shard", "another_rank", "hybrid", "data_parallel", "tensor_parallel"),
         *(
+            pytest.param("hook", marks=UNTIL_WATCHED),
             "norms_of_all_ranks",
             "unused",
             "point_to_point",

@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.distributed.alike import (
     BARRIER,
     COLLECTIVES,
@@ -47,32 +48,28 @@ from pytest_gpumem.simulated.operators.rules import Scratch
 
 
 class _DoneFuture(Future[Any]):
-    """The future of a collective that is already done, with its results."""
+    """The future of a collective that is already done, or of a callback of such a one."""
 
-    def __init__(self, machine: SimulatedMachine, results: Sequence[torch.Tensor]) -> None:
+    def __init__(self, machine: SimulatedMachine, value: Any) -> None:
         super().__init__()
         self._machine = machine
-        self._results = results
-        self.set_result(list(results))
+        self._tensors = list(tensors_in(value))
+        self.set_result(value)
 
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
         """Run ``callback`` at once, on a stream of the pool."""
-
-        def on_stream(future: Future[Any]) -> Any:
-            machine = self._machine
-            device = machine.current_index
-            before, stream = machine.streams.current(device), machine.streams.make(device, 0)
-            machine.streams.choose(device, stream)
-            try:
-                for tensor in self._results:
-                    record = machine.storages.of(tensor)
-                    if record is not None and record.address:
-                        record.allocator.record_stream(record.address, stream, device)
-                return callback(future)
-            finally:
-                machine.streams.choose(device, before)
-
-        return super().then(on_stream)
+        machine = self._machine
+        device = machine.current_index
+        before, stream = machine.streams.current(device), machine.streams.make(device, 0)
+        machine.streams.choose(device, stream)
+        try:
+            for tensor in self._tensors:
+                record = machine.storages.of(tensor)
+                if record is not None and record.address:
+                    record.allocator.record_stream(record.address, stream, device)
+            return _DoneFuture(machine, callback(self))
+        finally:
+            machine.streams.choose(device, before)
 
 
 _BARRIER_BYTES = 4
@@ -153,7 +150,7 @@ class _Work(Work):
 
     def get_future(self) -> Any:
         self.wait()
-        return _DoneFuture(self._machine, self._result)
+        return _DoneFuture(self._machine, list(self._result))
 
     def result(self) -> list[torch.Tensor]:
         return list(self._result)
@@ -293,7 +290,7 @@ class Collectives:
 
         if not given.get("async_op", True):
             end()
-            return _create_work(_DoneFuture(machine, sent.written))
+            return _create_work(_DoneFuture(machine, list(sent.written)))
         kept_tensors = [*sent.read, *sent.written]
 
         def waited(work: _Work) -> None:
