@@ -41,7 +41,7 @@ from pytest_gpumem.simulated.distributed.alike import (
 )
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
-from pytest_gpumem.simulated.gpu.releases import NCCL2
+from pytest_gpumem.simulated.gpu.releases import COPIES_ALONE, NCCL2
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, named
 from pytest_gpumem.simulated.operators.rules import Scratch
@@ -120,6 +120,11 @@ _ALLOCATING: Mapping[str, Callable[..., Any]] = {
 """Operators whose results C++ allocates on a device, which it finds to be ``meta``."""
 
 
+_REDUCING = (
+    *("allreduce", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+)
+"""Methods of a group that take a reduction or options with one."""
+_COPYING = ("reduce_scatter_", "_reduce_scatter_base_")
 _TO_EACH = ("alltoall_", "alltoall_base_")
 """Operators in which each rank sends to every other one."""
 
@@ -192,7 +197,7 @@ class Collectives:
         """
         earlier: set[_Work] = set()
 
-        def allreduce(reduce: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        def reducing(reduce: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
             with mock.patch.object(self, "_operation", _operation((*args, *kwargs.values()))):
                 return reduce(group, *args, **kwargs)
 
@@ -209,7 +214,8 @@ class Collectives:
 
             return _Work((), waited, self._machine)
 
-        patches.wrap(ProcessGroup, "allreduce", allreduce)
+        for name in filter(vars(ProcessGroup).__contains__, _REDUCING):
+            patches.wrap(ProcessGroup, name, reducing)
         patches.add(ProcessGroup, "_start_coalescing", start_coalescing)
         patches.add(ProcessGroup, "_end_coalescing", end_coalescing)
 
@@ -249,7 +255,9 @@ class Collectives:
         def handle(args: Args, kwargs: Kwargs) -> Any:
             given = defaults | named(func, args, kwargs)
             group = ProcessGroup.unbox(given["process_group"])
-            sent = Transfer.of(collective, group, given, self._operation)
+            version = self._machine.current.version
+            copies = name in _COPYING and group.size() == 1 and COPIES_ALONE <= version < NCCL2
+            sent = Transfer.of(collective, group, given, "SUM" if copies else self._operation)
             tensors = [*sent.written, *sent.read]  # none for a barrier
             if tensors and all(self._of(tensor) is None for tensor in tensors):
                 result = func(*args, **kwargs)

@@ -113,6 +113,12 @@ def test_the_future_of_a_collective_has_its_results(gpu: SimulatedRun) -> None:
     assert work.get_future().then(lambda done: done.value()[0].shape).wait() == one.shape
 
 
+def test_the_largest_of_equal_values_is_the_same_on_the_root(gpu: SimulatedRun) -> None:
+    count = torch.tensor([5, 7], device="cuda")
+    dist.reduce(count, 0, dist.ReduceOp.MAX)
+    assert count.tolist() == [5, 7]
+
+
 def test_each_callback_has_a_stream_of_its_own(gpu: SimulatedRun) -> None:
     used = [torch.cuda.current_stream()]
     work: Any = dist.all_reduce(tensor(), async_op=True)
