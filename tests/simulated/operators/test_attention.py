@@ -105,9 +105,19 @@ def test_flash_keeps_its_rng_state_on_the_gpu_since_2_7(on: Any) -> None:
     assert len(newer.of(lambda: attend(q, k, v))) == 4
 
 
-@pytest.mark.parametrize(("size", "rounded"), [(SIZE, SIZE), (96, 96), (136, 192), (200, 256)])
-def test_flash_backward_accumulates_in_float32(on: Any, size: int, rounded: int) -> None:
-    gpu = on("A100-40GB", "2.6")
+@pytest.mark.parametrize(
+    ("version", "size", "rounded"),
+    [
+        ("2.6", SIZE, SIZE),
+        *(("2.6", 136, 160), ("2.8", 136, 160), ("2.11", 136, 192)),
+        *(("2.6", 200, 224), ("2.8", 200, 256), ("2.11", 200, 256)),
+    ],
+)
+def test_flash_backward_accumulates_in_float32(
+    on: Any, version: str, size: int, rounded: int
+) -> None:
+    """CUDA builds of these releases on the dry device."""
+    gpu = on("A100-40GB", version)
     output = attend(*inputs(torch.bfloat16, size, length=150))
     gradient = torch.ones_like(output)
     events = gpu.of(lambda: output.backward(gradient))
