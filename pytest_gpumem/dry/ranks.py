@@ -38,6 +38,8 @@ would then wait for minutes to end the process (kStoreDumpKey of ProcessGroupNCC
 _AT_REBUILD = (2, 3)
 """The forward pass at which DDP rebuilds its buckets, without and with a static graph
 (reducer.cpp)."""
+_KEEPS_TENSORS = "2.8"
+"""The first release whose collectives keep their tensors and call no ``record_stream``."""
 _LONG_STEP = 0.25
 """Seconds after which NCCL's watchdog has run."""
 
@@ -176,7 +178,7 @@ def _free_recorded() -> None:
 
     These would stay until the watchdog runs (``avoidRecordStreams_`` of ProcessGroupNCCL.cpp).
     """
-    if torch.__version__ < "2.8":
+    if torch.__version__ < _KEEPS_TENSORS:
         torch.cuda.synchronize()
 
 
