@@ -204,7 +204,7 @@ def head_size_rounded(size: int, version: tuple[int, int]) -> int:
     return round_up(size, 32)
 
 
-_WIDEST_HEADS_ALIKE, _WIDE_HEADS_BY_64 = (2, 8), (2, 11)
+_WIDEST_HEADS_ALIKE, _WIDE_HEADS_BY_64 = (2, 7), (2, 11)
 
 
 _RNG_STATE = 16
