@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.measurement.contents import storage_address
+from pytest_gpumem.measurement.leaks import part_of
 from pytest_gpumem.measurement.leftover import LeftoverSpace
 from pytest_gpumem.simulated.common.patching import Patches
 
@@ -135,7 +136,7 @@ class LeftoverBlocks(LeftoverSpace):
         # Written without a Python statement per object, of which there may be millions.
         for one in compress(objects, map(_HELD.__contains__, map(type, objects))):
             self._look_up(one)
-            if one.is_leaf and one.grad is not None:
+            if part_of(one, "is_leaf") and one.grad is not None:
                 self._look_up(one.grad)
 
     def _look_up(self, one: torch.Tensor) -> None:

@@ -38,6 +38,8 @@ would then wait for minutes to end the process (kStoreDumpKey of ProcessGroupNCC
 _AT_REBUILD = (2, 3)
 """The forward pass at which DDP rebuilds its buckets, without and with a static graph
 (reducer.cpp)."""
+_KEEPS_TENSORS = "2.8"
+"""The first release whose collectives keep their tensors and call no ``record_stream``."""
 _LONG_STEP = 0.25
 """Seconds after which NCCL's watchdog has run."""
 
@@ -161,18 +163,23 @@ def _rebuild_buckets(calls: Counter[int], rebuild: Any, reducer: Any) -> Any:
     is_rebuilt = rebuild(reducer)
     if is_rebuilt:
         calls[id(reducer)] = _AT_REBUILD[-1]
-        torch.cuda.synchronize()
+        _free_recorded()
     return is_rebuilt
 
 
 def _broadcast_coalesced(broadcast: Any, *args: Any, **kwargs: Any) -> None:
-    """Call ``_broadcast_coalesced``, with which DDP begins, and free its copy of the weights.
-
-    Up to torch 2.7 a collective calls ``record_stream`` on its tensors (``avoidRecordStreams_`` of
-    ProcessGroupNCCL.cpp), so that the copy would stay until the watchdog runs.
-    """
+    """Call ``_broadcast_coalesced``, with which DDP begins, and free its copy of the weights."""
     broadcast(*args, **kwargs)
-    torch.cuda.synchronize()
+    _free_recorded()
+
+
+def _free_recorded() -> None:
+    """Wait for collectives up to torch 2.7, which call ``record_stream`` on their tensors.
+
+    These would stay until the watchdog runs (``avoidRecordStreams_`` of ProcessGroupNCCL.cpp).
+    """
+    if torch.__version__ < _KEEPS_TENSORS:
+        torch.cuda.synchronize()
 
 
 def _new_group(

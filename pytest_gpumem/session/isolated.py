@@ -70,11 +70,13 @@ def prepare() -> Any:
     return context
 
 
-def run(item: pytest.Item, nextitem: pytest.Item | None, processes: int) -> None:
+def run(
+    item: pytest.Item, nextitem: pytest.Item | None, processes: int, *, are_ranks: bool
+) -> None:
     """Run ``item`` in ``processes`` new processes, and report on it as pytest would."""
     context = prepare()
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    with _environments(processes) as environments:
+    with _environments(processes, are_ranks) as environments:
         reports = _reports(item, environments, context)
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
@@ -243,9 +245,9 @@ def _serve(
 
 
 @contextmanager
-def _environments(processes: int) -> Iterator[Sequence[Mapping[str, str]]]:
-    """Yield the environment variables of each of ``processes``; several share a store."""
-    if processes == 1:
+def _environments(processes: int, are_ranks: bool) -> Iterator[Sequence[Mapping[str, str]]]:
+    """Yield the environment variables of each of ``processes``; ranks share a store."""
+    if not are_ranks:
         yield [{}]
         return
     from torch._C._distributed_c10d import TCPStore

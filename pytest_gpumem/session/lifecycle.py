@@ -72,7 +72,7 @@ class TestLifecycle:
             return False
         from pytest_gpumem.session.isolated import run
 
-        run(item, nextitem, processes)
+        run(item, nextitem, processes, are_ranks=parts.expectations.ranks(item) == processes)
         return True
 
     def begin(

@@ -102,8 +102,10 @@ class Preparation:
         except DeviceError:
             return  # reported when the device is chosen
         count = device_count()
-        # One dry device stands for one of the ranks; with a device for each, each is a process.
-        if real is None or (selector.only_model and count < asked):
+        # One dry device stands for one of the ranks; with a device for each, each is a process. The
+        # only rank is in its process here, in which torch has one GPU and no world.
+        alone = asked == 1 and not self._parts.settings.share
+        if real is None or alone or (selector.only_model and count < asked):
             return
         if count < asked:
             _skip(

@@ -154,6 +154,21 @@ found["filled"] = leftover.filled[0]
     assert found["filled"] == (2 << 20) - (1 << 20) - 1024
 
 
+def test_a_part_whose_whole_was_overwritten_has_no_graph(dry_run: Run) -> None:
+    """FSDP leaves such tensors; torch raises an error when asked whether they are leaves."""
+    found = dry_run(
+        BEGIN
+        + """
+whole = torch.empty(KIB, device="cuda")
+parts = whole.split(KIB // 2)
+whole.copy_(torch.nn.Parameter(torch.empty(KIB, device="cuda")))
+begin(("weights", lambda: of(KIB)))
+found["filled"] = leftover.filled[0]
+"""
+    )
+    assert found["filled"] == (2 << 20) - 2 * 4096
+
+
 def test_the_mapped_part_of_an_expandable_segment_is_filled_too(dry_run: Run) -> None:
     """A test then maps 2 MiB and 20 MiB of its own, as in a new process."""
     found = dry_run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,18 @@ def test_data_parallel():
     train(wrapped, own, steps=3)
 
 
+@pytest.mark.gpumem(ranks=8)
+@ending
+def test_hook():
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    own = joined()
+    wrapped = nn.parallel.DistributedDataParallel(network(own), device_ids=[own.index])
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(wrapped, own, steps=4)
+
+
 def replicated(model, own, **options):
     wrapped = nn.parallel.DistributedDataParallel(model.to(own), device_ids=[own.index], **options)
     for _ in range(2):
@@ -199,6 +212,14 @@ def test_worst():
     torch.empty(1024 * (1 + dist.get_rank()), 1024, device=own)
 
 
+@pytest.mark.gpumem(ranks=1)
+@ending
+def test_only_rank():
+    # Its GPU is there, so that it gets a process, with torch's variables for one rank.
+    own = joined()
+    dist.all_reduce(torch.ones(1024, device=own))
+
+
 @pytest.mark.gpumem(ranks=4)
 def test_any_backend():
     own = device()
@@ -214,6 +235,10 @@ def test_alone():
 """
 
 NUMBERS = ("peak_allocated", "peak_reserved")
+UNTIL_WATCHED = pytest.mark.skipif(
+    int(version("torch").split(".")[1]) < 15,
+    reason="NCCL's watchdog frees what a hook has sent: by time",
+)
 
 
 @pytest.fixture(scope="module")
@@ -249,12 +274,14 @@ def _reported(folder: Path, kind: str) -> dict[str, Any]:
     [
         *("fully_shard", "another_rank", "hybrid", "data_parallel", "tensor_parallel"),
         *(
+            pytest.param("hook", marks=UNTIL_WATCHED),
             "norms_of_all_ranks",
             "unused",
             "point_to_point",
             "collectives",
             "functional",
             "worst",
+            "only_rank",
             "any_backend",
             "alone",
         ),

@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.distributed.alike import (
     BARRIER,
     COLLECTIVES,
@@ -40,39 +41,35 @@ from pytest_gpumem.simulated.distributed.alike import (
 )
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
-from pytest_gpumem.simulated.gpu.releases import NCCL2
+from pytest_gpumem.simulated.gpu.releases import COPIES_ALONE, NCCL2
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, named
 from pytest_gpumem.simulated.operators.rules import Scratch
 
 
 class _DoneFuture(Future[Any]):
-    """The future of a collective that is already done, with its results."""
+    """The future of a collective that is already done, or of a callback of such a one."""
 
-    def __init__(self, machine: SimulatedMachine, results: Sequence[torch.Tensor]) -> None:
+    def __init__(self, machine: SimulatedMachine, value: Any) -> None:
         super().__init__()
         self._machine = machine
-        self._results = results
-        self.set_result(list(results))
+        self._tensors = list(tensors_in(value))
+        self.set_result(value)
 
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
         """Run ``callback`` at once, on a stream of the pool."""
-
-        def on_stream(future: Future[Any]) -> Any:
-            machine = self._machine
-            device = machine.current_index
-            before, stream = machine.streams.current(device), machine.streams.make(device, 0)
-            machine.streams.choose(device, stream)
-            try:
-                for tensor in self._results:
-                    record = machine.storages.of(tensor)
-                    if record is not None and record.address:
-                        record.allocator.record_stream(record.address, stream, device)
-                return callback(future)
-            finally:
-                machine.streams.choose(device, before)
-
-        return super().then(on_stream)
+        machine = self._machine
+        device = machine.current_index
+        before, stream = machine.streams.current(device), machine.streams.make(device, 0)
+        machine.streams.choose(device, stream)
+        try:
+            for tensor in self._tensors:
+                record = machine.storages.of(tensor)
+                if record is not None and record.address:
+                    record.allocator.record_stream(record.address, stream, device)
+            return _DoneFuture(machine, callback(self))
+        finally:
+            machine.streams.choose(device, before)
 
 
 _BARRIER_BYTES = 4
@@ -123,6 +120,11 @@ _ALLOCATING: Mapping[str, Callable[..., Any]] = {
 """Operators whose results C++ allocates on a device, which it finds to be ``meta``."""
 
 
+_REDUCING = (
+    *("allreduce", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
+)
+"""Methods of a group that take a reduction or options with one."""
+_COPYING = ("reduce_scatter_", "_reduce_scatter_base_")
 _TO_EACH = ("alltoall_", "alltoall_base_")
 """Operators in which each rank sends to every other one."""
 
@@ -153,7 +155,7 @@ class _Work(Work):
 
     def get_future(self) -> Any:
         self.wait()
-        return _DoneFuture(self._machine, self._result)
+        return _DoneFuture(self._machine, list(self._result))
 
     def result(self) -> list[torch.Tensor]:
         return list(self._result)
@@ -195,7 +197,7 @@ class Collectives:
         """
         earlier: set[_Work] = set()
 
-        def allreduce(reduce: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        def reducing(reduce: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
             with mock.patch.object(self, "_operation", _operation((*args, *kwargs.values()))):
                 return reduce(group, *args, **kwargs)
 
@@ -212,7 +214,8 @@ class Collectives:
 
             return _Work((), waited, self._machine)
 
-        patches.wrap(ProcessGroup, "allreduce", allreduce)
+        for name in filter(vars(ProcessGroup).__contains__, _REDUCING):
+            patches.wrap(ProcessGroup, name, reducing)
         patches.add(ProcessGroup, "_start_coalescing", start_coalescing)
         patches.add(ProcessGroup, "_end_coalescing", end_coalescing)
 
@@ -252,7 +255,9 @@ class Collectives:
         def handle(args: Args, kwargs: Kwargs) -> Any:
             given = defaults | named(func, args, kwargs)
             group = ProcessGroup.unbox(given["process_group"])
-            sent = Transfer.of(collective, group, given, self._operation)
+            version = self._machine.current.version
+            copies = name in _COPYING and group.size() == 1 and COPIES_ALONE <= version < NCCL2
+            sent = Transfer.of(collective, group, given, "SUM" if copies else self._operation)
             tensors = [*sent.written, *sent.read]  # none for a barrier
             if tensors and all(self._of(tensor) is None for tensor in tensors):
                 result = func(*args, **kwargs)
@@ -293,7 +298,7 @@ class Collectives:
 
         if not given.get("async_op", True):
             end()
-            return _create_work(_DoneFuture(machine, sent.written))
+            return _create_work(_DoneFuture(machine, list(sent.written)))
         kept_tensors = [*sent.read, *sent.written]
 
         def waited(work: _Work) -> None:

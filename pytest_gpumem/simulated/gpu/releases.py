@@ -57,6 +57,9 @@ _CUDNN: Final[tuple[tuple[Version, int], ...]] = (
 )
 """First release, and cuDNN of its CUDA wheel on PyPI as ``cudnnGetVersion`` gives it (the wheels'
 metadata: CUDA 12.4, 12.6, 12.8, and 13 since 2.11)."""
+COPIES_ALONE: Final[Version] = (2, 11)
+"""Until :data:`NCCL2`, the only rank of a group copies what it would reduce and scatter, without a
+reduction's factor (``reduce_scatter``, ``_reduce_scatter_base`` of ProcessGroupNCCL.cpp)."""
 NCCL2: Final[Version] = (2, 15)
 """NCCL's group is ``ProcessGroupNCCL2``. It sends and receives lists of tensors part by part, and
 keeps the number that its barriers reduce (``barrier_buffer_`` of

@@ -155,7 +155,7 @@ def flash_outputs(
     splits = 1 if dropout_p else splits_of(gpu.model.sm_count, blocks, size, key.shape[2])
     rows = splits * batch * heads * length * _FLOAT_BYTES if splits > 1 else 0
     parts = Scratch(gpu)
-    taken = parts.take(rows), parts.take(rows * head_size_rounded(size))
+    taken = parts.take(rows), parts.take(rows * head_size_rounded(size, gpu.version))
     yield from generator_state(gpu, dropout_p, state)
     parts.drop(*taken)
 
@@ -195,9 +195,16 @@ def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> N
     borrow(gpu, out.nbytes if is_copied else 0, sums + ATTENTION_BYTES)
 
 
-def head_size_rounded(size: int) -> int:
-    """Return the elements of a head in flash-attention's accumulators."""
-    return round_up(size, 32) if size <= 192 else 256
+def head_size_rounded(size: int, version: tuple[int, int]) -> int:
+    """Return the elements of a head in flash-attention's accumulators (flash_api.cpp)."""
+    if size > 128 and version >= _WIDE_HEADS_BY_64:
+        return round_up(size, 64)
+    if size > 192 and version >= _WIDEST_HEADS_ALIKE:
+        return 256
+    return round_up(size, 32)
+
+
+_WIDEST_HEADS_ALIKE, _WIDE_HEADS_BY_64 = (2, 7), (2, 11)
 
 
 _RNG_STATE = 16
@@ -225,7 +232,7 @@ def flash_backward(gpu: GPU, query: Tensor, key: Tensor, starts: Tensor | None =
     if torch.are_deterministic_algorithms_enabled():
         copies = -(-gpu.model.sm_count // (batch * heads))
     expanded = [key.nbytes // key.shape[1] * heads] * 2 if key.shape[1] != heads else []
-    borrow(gpu, rows, copies * rows * head_size_rounded(size), *expanded)
+    borrow(gpu, rows, copies * rows * head_size_rounded(size, gpu.version), *expanded)
 
 
 _KEYS_AT_ONCE = 128

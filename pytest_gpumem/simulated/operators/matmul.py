@@ -92,9 +92,10 @@ def _readable(matrix: Tensor, result_is_transposed: bool) -> bool:
     return not (matrix.is_conj() and is_transposed == result_is_transposed)
 
 
-def _bmm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
+def _bmm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor, out: Tensor | None = None) -> None:
     is_outer_product = (
         _HAS_TRITON
+        and out is None
         and gpu.version >= _OUTER_PRODUCT_SINCE
         and self.shape[2] == 1
         and self.numel() > 0
@@ -107,7 +108,7 @@ def _bmm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
 
 _OUTER_PRODUCT_SINCE = (2, 12)
 """Since this release ``bmm`` with one element a row is a Triton kernel (torch/_native/ops/
-bmm_outer_product/triton_impl.py), which takes no workspace."""
+bmm_outer_product/triton_impl.py), which takes no workspace; ``bmm.out`` is not."""
 _HAS_TRITON = torch.version.cuda is None or find_spec("triton") is not None
 """A CUDA build multiplies by cuBLAS if Triton is not installed; a CPU build stands for the wheel of
 Linux, which installs it."""

@@ -173,6 +173,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     ),
     "_cslt_compress": _compressed,
     **dict.fromkeys(("_scaled_mm.out", "_scaled_mm_v2.out"), lambda *_, out, **__: out),
+    "_logcumsumexp.out": lambda read, dim, *, out: out.resize_(read.shape),
     **dict.fromkeys(
         (
             "fake_quantize_per_tensor_affine_cachemask",

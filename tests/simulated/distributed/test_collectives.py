@@ -113,6 +113,23 @@ def test_the_future_of_a_collective_has_its_results(gpu: SimulatedRun) -> None:
     assert work.get_future().then(lambda done: done.value()[0].shape).wait() == one.shape
 
 
+def test_the_largest_of_equal_values_is_the_same_on_the_root(gpu: SimulatedRun) -> None:
+    count = torch.tensor([5, 7], device="cuda")
+    dist.reduce(count, 0, dist.ReduceOp.MAX)
+    assert count.tolist() == [5, 7]
+
+
+def test_each_callback_has_a_stream_of_its_own(gpu: SimulatedRun) -> None:
+    used = [torch.cuda.current_stream()]
+    work: Any = dist.all_reduce(tensor(), async_op=True)
+
+    def follow(_: Any) -> None:
+        used.append(torch.cuda.current_stream())
+
+    work.get_future().then(follow).then(follow)
+    assert len(set(used)) == 3
+
+
 def test_functional_collectives_have_results_of_their_own(gpu: SimulatedRun) -> None:
     group: Any = dist.group.WORLD
     one = tensor()

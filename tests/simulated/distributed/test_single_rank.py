@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import init_process_group as imported_before
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gpumem import simulate
-from pytest_gpumem.values.errors import UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is deprecated:FutureWarning", "ignore:barrier.*using the device:UserWarning"
@@ -68,6 +69,25 @@ def test_collectives_give_the_only_rank_what_it_sends(device: str, tmp_path: Pat
         dist.all_gather_object(known, {"rank": 0})
         assert known == [{"rank": 0}]
     assert gpu.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("version", "is_copied"), [("2.10", False), ("2.11", True), ("2.14", True), ("2.15", False)]
+)
+def test_some_releases_scatter_to_the_only_rank_without_a_factor(
+    version: str, is_copied: bool, tmp_path: Path
+) -> None:
+    """CUDA builds of 2.11 and 2.13 on the dry device copy; that of 2.15 calls NCCL."""
+    half: Any = vars(_distributed_c10d)["_make_nccl_premul_sum"](0.5)
+    with simulate("T4", torch_version=version):
+        begin("nccl", tmp_path)
+        received = torch.zeros(4, device="cuda")
+        dist.reduce_scatter_tensor(received, torch.ones(4, device="cuda"), half)
+        if is_copied:
+            assert received.tolist() == [1] * 4
+        else:
+            with pytest.raises(UnknownValueError):
+                received.tolist()
 
 
 def test_variables_may_give_rank_and_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -105,14 +105,25 @@ def test_flash_keeps_its_rng_state_on_the_gpu_since_2_7(on: Any) -> None:
     assert len(newer.of(lambda: attend(q, k, v))) == 4
 
 
-def test_flash_backward_accumulates_in_float32(on: Any) -> None:
-    gpu = on("A100-40GB", "2.6")
-    output = attend(*inputs(torch.bfloat16, length=150))
+@pytest.mark.parametrize(
+    ("version", "size", "rounded"),
+    [
+        ("2.6", SIZE, SIZE),
+        *(("2.6", 136, 160), ("2.10", 136, 160), ("2.11", 136, 192)),
+        *(("2.6", 200, 224), ("2.7", 200, 256), ("2.11", 200, 256)),
+    ],
+)
+def test_flash_backward_accumulates_in_float32(
+    on: Any, version: str, size: int, rounded: int
+) -> None:
+    """CUDA builds of these releases on the dry device."""
+    gpu = on("A100-40GB", version)
+    output = attend(*inputs(torch.bfloat16, size, length=150))
     gradient = torch.ones_like(output)
     events = gpu.of(lambda: output.backward(gradient))
-    matrix = BATCH * 150 * HEADS * SIZE * 2
+    matrix = BATCH * 150 * HEADS * size * 2
     rows = BATCH * HEADS * 256  # queries rounded up to a multiple of 128
-    accumulator = rows * SIZE * 4
+    accumulator = rows * rounded * 4
     assert events[:7] == [
         matrix, matrix, matrix, rows * 4, accumulator, -accumulator, -rows * 4,
     ]  # fmt: skip

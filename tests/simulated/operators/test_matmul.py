@@ -92,6 +92,13 @@ def test_a_product_of_columns_and_rows_runs_a_triton_kernel(
     assert gpu.of(lambda: torch.bmm(columns, rows)) == [8 * 64 * 16 * 4, *workspaces]
 
 
+def test_a_product_of_columns_and_rows_with_out_is_one_of_cublas(on: Any) -> None:
+    gpu = on("A100-40GB", "2.12")
+    columns, rows = torch.ones(8, 64, 1, device="cuda"), torch.ones(8, 1, 16, device="cuda")
+    product = torch.empty(8, 64, 16, device="cuda")
+    assert gpu.of(lambda: torch.bmm(columns, rows, out=product)) == [WORKSPACE]
+
+
 def test_a_batched_conjugate_is_copied_unless_it_is_transposed(on: Any) -> None:
     gpu = on()
     a, b = (torch.zeros(4, 64, 64, dtype=torch.complex64, device="cuda") for _ in range(2))

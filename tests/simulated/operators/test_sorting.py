@@ -166,3 +166,10 @@ def test_median_of_a_tensor_that_is_one_row_is_sorted_by_a_copy(on: Any) -> None
     # Sorted values and indices; the sort's copy, and its range of indices.
     assert events[:4] == [size, indices, size, indices]
     assert gpu.of(x.t().median)[:3] == [size, size, indices]
+
+
+def test_a_logarithm_of_running_sums_fills_out(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    x, out = torch.ones(8, 1024, device="cuda"), torch.empty(0, device="cuda")
+    assert gpu.of(lambda: torch.logcumsumexp(x, 1, out=out)) == [x.nbytes]
+    assert gpu.of(lambda: torch.logcumsumexp(x, 1, out=out)) == []
