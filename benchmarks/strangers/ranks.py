@@ -95,6 +95,15 @@ def replicated_and_compressed() -> None:
     _steps(model)
 
 
+def replicated_with_gradients_of_low_rank() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    model = nn.parallel.DistributedDataParallel(Model().cuda(), device_ids=[0])
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    _steps(model, count=4)
+
+
 def replicated_and_accumulated() -> None:
     model = nn.parallel.DistributedDataParallel(Model().cuda(), device_ids=[0])
     optimizer = torch.optim.AdamW(model.parameters())
@@ -159,5 +168,8 @@ def programs() -> Iterator[Program]:
         sharded_with_clipped_gradients, replicated, replicated_with_buckets_as_views,
         replicated_and_accumulated, state_in_parts, of=4,
     )  # fmt: skip
-    yield from ranked(sharded_in_bfloat16, replicated_and_compressed, of=4, ways=("f32",))
+    yield from ranked(
+        sharded_in_bfloat16, replicated_and_compressed, replicated_with_gradients_of_low_rank,
+        of=4, ways=("f32",),
+    )  # fmt: skip
     yield from ranked(tensors_in_parts, collectives, of=2)

@@ -38,8 +38,6 @@ would then wait for minutes to end the process (kStoreDumpKey of ProcessGroupNCC
 _AT_REBUILD = (2, 3)
 """The forward pass at which DDP rebuilds its buckets, without and with a static graph
 (reducer.cpp)."""
-_KEEPS_TENSORS = "2.8"
-"""The first release whose collectives keep their tensors and call no ``record_stream``."""
 _LONG_STEP = 0.25
 """Seconds after which NCCL's watchdog has run."""
 
@@ -163,23 +161,18 @@ def _rebuild_buckets(calls: Counter[int], rebuild: Any, reducer: Any) -> Any:
     is_rebuilt = rebuild(reducer)
     if is_rebuilt:
         calls[id(reducer)] = _AT_REBUILD[-1]
-        _free_recorded()
+        torch.cuda.synchronize()  # the host has waited just before (sync_bucket_indices)
     return is_rebuilt
 
 
 def _broadcast_coalesced(broadcast: Any, *args: Any, **kwargs: Any) -> None:
-    """Call ``_broadcast_coalesced``, with which DDP begins, and free its copy of the weights."""
-    broadcast(*args, **kwargs)
-    _free_recorded()
+    """Call ``_broadcast_coalesced``, with which DDP begins, and free its copy of the weights.
 
-
-def _free_recorded() -> None:
-    """Wait for collectives up to torch 2.7, which call ``record_stream`` on their tensors.
-
-    These would stay until the watchdog runs (``avoidRecordStreams_`` of ProcessGroupNCCL.cpp).
+    Up to torch 2.7 a collective calls ``record_stream`` on its tensors (``avoidRecordStreams_`` of
+    ProcessGroupNCCL.cpp), so that the copy would stay until the watchdog runs.
     """
-    if torch.__version__ < _KEEPS_TENSORS:
-        torch.cuda.synchronize()
+    broadcast(*args, **kwargs)
+    torch.cuda.synchronize()
 
 
 def _new_group(

@@ -221,7 +221,8 @@ def test_only_rank():
 
 
 @pytest.mark.gpumem(ranks=4)
-def test_any_backend():
+@pytest.mark.parametrize("number", range(2))
+def test_any_backend(number):
     own = device()
     dist.init_process_group()
     dist.all_reduce(torch.ones(1024, device=own))
@@ -282,7 +283,8 @@ def _reported(folder: Path, kind: str) -> dict[str, Any]:
             "functional",
             "worst",
             "only_rank",
-            "any_backend",
+            "any_backend[0]",
+            "any_backend[1]",
             "alone",
         ),
     ],

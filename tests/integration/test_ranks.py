@@ -55,6 +55,20 @@ def test_a_test_with_a_rank_runs_as_that_rank(project: Project) -> None:
     assert "ranks" not in alone["expectation"]
 
 
+def test_a_test_may_leave_its_process_group_to_the_next(project: Project) -> None:
+    """With GPUs each test's rank is a process, so that none has to end its group."""
+    project.write(
+        test_step=STEP
+        + """
+    @pytest.mark.gpumem(ranks=8)
+    @pytest.mark.parametrize("number", range(2))
+    def test_rank(number):
+        sharded()
+    """
+    )
+    assert [test["outcome"] for test in project.report().values()] == ["passed"] * 2
+
+
 def test_a_list_of_ranks_makes_one_test_of_each(project: Project) -> None:
     project.write(
         test_step=STEP

@@ -25,12 +25,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
+from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Reducer, Work
 from torch.futures import Future
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.distributed.alike import (
     BARRIER,
     COLLECTIVES,
@@ -48,28 +48,48 @@ from pytest_gpumem.simulated.operators.rules import Scratch
 
 
 class _DoneFuture(Future[Any]):
-    """The future of a collective that is already done, or of a callback of such a one."""
+    """A future that is already done, with its value: the results of a collective, or a callback's.
+
+    The memory of a value is recorded as used on each stream that waits for it, or runs a callback.
+    """
 
     def __init__(self, machine: SimulatedMachine, value: Any) -> None:
         super().__init__()
         self._machine = machine
-        self._tensors = list(tensors_in(value))
         self.set_result(value)
 
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
         """Run ``callback`` at once, on a stream of the pool."""
-        machine = self._machine
-        device = machine.current_index
-        before, stream = machine.streams.current(device), machine.streams.make(device, 0)
-        machine.streams.choose(device, stream)
+        streams, device = self._machine.streams, self._machine.current_index
+        before = streams.current(device)
+        streams.choose(device, streams.make(device, 0))
         try:
-            for tensor in self._tensors:
-                record = machine.storages.of(tensor)
-                if record is not None and record.address:
-                    record.allocator.record_stream(record.address, stream, device)
-            return _DoneFuture(machine, callback(self))
+            self._use()
+            return _DoneFuture(self._machine, callback(self))
+        except Exception as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))  # as C++
+            return failed
         finally:
-            machine.streams.choose(device, before)
+            streams.choose(device, before)
+
+    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
+        """Run ``callback`` at once, on a stream of the pool."""
+        self.then(callback)
+
+    def wait(self) -> Any:
+        """Return the value for the current stream."""
+        self._use()
+        return self.value()
+
+    def _use(self) -> None:
+        machine = self._machine
+        for tensor in raw.tensors_in(self.value()):
+            record = machine.storages.of(tensor)
+            if record is not None and record.address:
+                index = record.device.index
+                stream = machine.streams.current(index)
+                record.allocator.record_stream(record.address, stream, index)
 
 
 _BARRIER_BYTES = 4
@@ -155,7 +175,7 @@ class _Work(Work):
 
     def get_future(self) -> Any:
         self.wait()
-        return _DoneFuture(self._machine, list(self._result))
+        return _DoneFuture(self._machine, self.result())
 
     def result(self) -> list[torch.Tensor]:
         return list(self._result)
@@ -214,8 +234,20 @@ class Collectives:
 
             return _Work((), waited, self._machine)
 
+        def rebuild_buckets(rebuild: Any, reducer: Any) -> Any:
+            """Free the old buckets, whose use on other streams ends before the next operator.
+
+            Source: torch/csrc/distributed/c10d/reducer.cpp (``sync_bucket_indices``: the host waits
+            just before they are freed), torch 2.6 to 2.15.
+            """
+            is_rebuilt = rebuild(reducer)
+            if is_rebuilt:
+                self._machine.streams.synchronize(self._machine.current_index)
+            return is_rebuilt
+
         for name in filter(vars(ProcessGroup).__contains__, _REDUCING):
             patches.wrap(ProcessGroup, name, reducing)
+        patches.wrap(Reducer, "_rebuild_buckets", rebuild_buckets)
         patches.add(ProcessGroup, "_start_coalescing", start_coalescing)
         patches.add(ProcessGroup, "_end_coalescing", end_coalescing)
 

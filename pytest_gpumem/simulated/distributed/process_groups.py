@@ -197,11 +197,14 @@ class RankProcessGroups:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Enter the rank inside, as under torchrun, with the default group initialised."""
+        """Enter the rank inside, as under torchrun, with the default group initialised.
+
+        A group that earlier code has left is replaced by one that later code asks for.
+        """
         with environment_of(self._world), self._replaced(), self._groups.entered():
             if not dist.is_initialized():
                 dist.init_process_group("cpu:gloo,cuda:nccl")
-                setattr(c10d._world, OWN_GROUP, True)
+            setattr(c10d._world, OWN_GROUP, True)
             yield
 
     @contextmanager

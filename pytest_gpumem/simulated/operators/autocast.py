@@ -47,6 +47,10 @@ FLOAT32 = """
 """``linalg_matrix_sqrth`` came with 2.15: the header does not list it, but the release has a kernel
 for it, and float32 is the only one of the two types that its implementation accepts."""
 
+_WHOLE = [f"{name}.vec" for name in FLOAT32 if "upsample_" in name]
+"""Composites that ``interpolate`` calls, whose one part torch casts for. In inference mode they
+reach the simulation as they are, below autocast."""
+
 FLOAT32_OUTPUT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
@@ -101,7 +105,7 @@ class CastCache:
             warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
             for names, policy in (
                 (LOWER_PRECISION, self._run),
-                (FLOAT32, partial(self._run, dtype=torch.float32)),
+                ([*FLOAT32, *_WHOLE], partial(self._run, dtype=torch.float32)),
                 (FLOAT32_OUTPUT, self._float32_output),
                 (FLOAT32_NORMS, self._float32_norm),
                 (PROMOTE, self._promote),

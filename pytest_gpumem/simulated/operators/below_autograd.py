@@ -15,7 +15,8 @@ bitsandbytes', which packs weights to 4 and 8 bits and multiplies by them. Resul
 kernel for one element, which torch compiles for a GPU, have unknown values.
 
 Source: bitsandbytes/backends/cuda/ops.py (quantize_blockwise, quantize_4bit, gemm_4bit,
-_dequant_linear_fallback, _gemm_4bit_kernel_impl) of bitsandbytes 0.50; torch/cuda/jiterator.py and
+_dequant_linear_fallback, _gemm_4bit_kernel_impl, int8_vectorwise_quant, int8_mm_dequant) and
+default/ops.py (int8_scaled_mm) of bitsandbytes 0.50; torch/cuda/jiterator.py and
 aten/src/ATen/native/cuda/jit_utils.cpp, cuda/jiterator.cu (CompileAndLaunchKernel: outputs of a
 TensorIterator whose type all inputs are promoted to), torch 2.6 to 2.15.
 """
@@ -187,9 +188,50 @@ def _scales(rows: Tensor, blocksize: int) -> Tensor:
     return rows.new_empty((-(rows.numel() // -blocksize),), dtype=torch.float32)
 
 
+def _quantize_rows(
+    gpu: GPU,
+    A: Tensor,  # noqa: N803
+    threshold: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    scales = A.new_empty(A.numel() // A.shape[-1], dtype=torch.float32)
+    packed = A.new_empty(A.shape, dtype=torch.int8)
+    columns = None
+    if threshold:
+        outliers = A.abs() >= threshold
+        found = bool(outliers.any())
+        columns = torch.argwhere(outliers.any(dim=0)).view(-1) if found else A.new_empty(0).long()
+    return packed, scales, columns
+
+
+def _int8_scaled_mm(
+    gpu: GPU,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    product = A.new_empty((*A.shape[:-1], B.shape[0]), dtype=torch.int32)
+    return _int8_mm_dequant(gpu, product, dtype, bias)
+
+
+def _int8_mm_dequant(
+    gpu: GPU,
+    A: Tensor,  # noqa: N803
+    dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    result = torch.empty_like(A, dtype=torch.float16)
+    if bias is not None and bias.dtype != torch.float16:
+        result.add_(bias)
+    return result.to(dtype or torch.float16)
+
+
 PARTS: dict[str, Composite] = {
     **vision.PARTS,
     "bitsandbytes.gemm_4bit.default": _gemm_4bit,
+    "bitsandbytes.int8_mm_dequant.default": _int8_mm_dequant,
+    "bitsandbytes.int8_scaled_mm.default": _int8_scaled_mm,
+    "bitsandbytes.int8_vectorwise_quant.default": _quantize_rows,
     "bitsandbytes.quantize_4bit.default": _quantize_4bit,
     "bitsandbytes.quantize_blockwise.default": _quantize_blockwise,
 }

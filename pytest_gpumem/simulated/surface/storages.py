@@ -50,6 +50,9 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         """
         if this._cdata in storages.by_key or not is_unknown(source):
             copy(this, source, *args, **options)
+            whole = vars(this).get("sliced")
+            if whole is not None and is_unknown(this):
+                machine.values.forget(whole._cdata)
             return this
         size = this.nbytes()
         dtype = next(kind for kind in _NUMBERS if size % kind.itemsize == 0)
@@ -89,6 +92,24 @@ _WHY = {
 }
 
 
+def _part(
+    machine: SimulatedMachine, storage: torch.UntypedStorage, part: slice
+) -> torch.UntypedStorage:
+    """Return a storage of some bytes of ``storage``, which it keeps alive.
+
+    Source: torch/csrc/Storage.cpp (THPStorage_get), torch 2.6 to 2.15.
+    """
+    start, stop, _ = part.indices(storage.nbytes())
+    made = torch.UntypedStorage(max(stop - start, 0), device="meta")
+    record = machine.storages.by_key[storage._cdata]
+    machine.storages.refer(made, record.pointer + start, record.device)
+    vars(made)["sliced"] = storage
+    known = machine.values.of_storage(storage)
+    if known is not None:
+        machine.values.put(made._cdata, _whole(known[part], torch.uint8))
+    return made
+
+
 def _guarded(
     machine: SimulatedMachine, name: str, method: Any, storage: Any, *args: Any, **options: Any
 ) -> Any:
@@ -97,6 +118,8 @@ def _guarded(
         if name in ("is_shared", "share_memory_"):
             return True if name == "is_shared" else storage
         known = machine.values.of_storage(storage)
+        if name == "__getitem__" and isinstance(args[0], slice):
+            return _part(machine, storage, args[0])
         if known is not None and name == "__getitem__":  # tolist() calls it
             return method(known, *args, **options)
     elif name == "is_shared" or storage._cdata not in machine.storages.unknown_on_cpu:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulating import SimulatedRun
@@ -119,15 +120,42 @@ def test_the_largest_of_equal_values_is_the_same_on_the_root(gpu: SimulatedRun) 
     assert count.tolist() == [5, 7]
 
 
-def test_each_callback_has_a_stream_of_its_own(gpu: SimulatedRun) -> None:
-    used = [torch.cuda.current_stream()]
+def test_each_callback_of_a_chain_runs_on_a_stream_of_its_own(gpu: SimulatedRun) -> None:
+    seen = []
+
+    def noting(done: Any) -> Any:
+        seen.append(torch.cuda.current_stream().stream_id)
+        return done.value()
+
+    one = tensor()
+    work: Any = dist.all_reduce(one, async_op=True)
+    last = work.get_future().then(noting).then(noting)
+    last.add_done_callback(noting)
+    assert len({0, *seen}) == 4
+    assert torch.cuda.current_stream().stream_id == 0
+    # Each of these streams used the result, so it is free once the host has seen their work end.
+    del work, last, one
+    assert (gpu.allocated, torch.cuda.memory_stats()["active_bytes.all.current"]) == (0, MIB)
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] == 0
+
+
+def test_an_error_of_a_callback_is_that_of_the_next_future(gpu: SimulatedRun) -> None:
     work: Any = dist.all_reduce(tensor(), async_op=True)
+    failed = work.get_future().then(lambda done: done.value()[1])
+    with pytest.raises(RuntimeError, match="IndexError"):
+        failed.wait()
 
-    def follow(_: Any) -> None:
-        used.append(torch.cuda.current_stream())
 
-    work.get_future().then(follow).then(follow)
-    assert len(set(used)) == 3
+def test_old_buckets_of_gradients_are_free_once_they_are_replaced(gpu: SimulatedRun) -> None:
+    """A hook's callback has used them on another stream."""
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(512, 512).cuda())
+    net.register_comm_hook(None, bf16_compress_hook)
+    for _ in range(2):
+        net(torch.ones(8, 512, device="cuda")).sum().backward()
+    stats = torch.cuda.memory_stats()
+    assert stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"] < MIB
 
 
 def test_functional_collectives_have_results_of_their_own(gpu: SimulatedRun) -> None:

@@ -37,6 +37,16 @@ def test_a_resized_image_is_all_that_is_allocated(on: Any, mode: str, dimensions
     assert events == [BATCH * CHANNELS * (2 * SIZE) ** dimensions * 4]
 
 
+@pytest.mark.parametrize(("mode", "dimensions"), RESIZED)
+def test_autocast_resizes_in_float32(on: Any, mode: str, dimensions: int) -> None:
+    gpu = on()
+    image = ones(BATCH, CHANNELS, *[SIZE] * dimensions).half()
+    cast = BATCH * CHANNELS * SIZE**dimensions * 4
+    with torch.inference_mode(), torch.autocast("cuda", dtype=torch.float16):
+        events = gpu.of(lambda: F.interpolate(image, scale_factor=2, mode=mode))
+    assert events == [cast, cast * 2**dimensions, -cast]
+
+
 def test_padding_of_sequences_fills_one_tensor(on: Any) -> None:
     gpu = on()
     rows = [ones(5, 300), ones(7, 300)]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from pytest_gpumem.values.errors import UnknownValueError
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes defines them itself"
 )
@@ -23,6 +25,9 @@ DEFINITIONS = (
     "gemm_4bit(Tensor A, Tensor B, int[] shapeB, Tensor absmax, int blocksize, str quant_type,"
     " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None,"
     " Tensor? absmax_offset=None) -> Tensor",
+    "int8_vectorwise_quant(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor?)",
+    "int8_scaled_mm(Tensor A, Tensor B, Tensor row_stats, Tensor col_stats, Tensor? bias=None,"
+    " ScalarType? dtype=None) -> Tensor",
 )
 
 
@@ -54,6 +59,25 @@ def test_scales_are_allocated_before_the_codes(on: Any) -> None:
     taken = gpu.of(lambda: kept.append(ops.quantize_blockwise(weight, code, 64)))
     assert taken == [256, 4096]
     assert [each.shape for each in kept[0]] == [(2048, 1), (64,)]
+
+
+def test_products_of_8_bits_are_made_in_32_bits_and_in_halves(on: Any) -> None:
+    gpu = on("A100-40GB", "2.13")
+    rows = torch.zeros(16, 512, device="cuda", dtype=torch.float16)
+    ops, kept = torch.ops.bitsandbytes, []
+    # A scale of each row comes first: the events of the dry device, 2.15.
+    assert gpu.of(lambda: kept.append(ops.int8_vectorwise_quant(rows))) == [64, 8192]
+    packed, scales, _ = kept[0]
+    taken = gpu.of(lambda: kept.append(ops.int8_scaled_mm(packed, packed, scales, scales)))
+    assert taken == [1024, 512, -1024]
+    bfloat16 = {"dtype": torch.bfloat16}
+    taken = gpu.of(
+        lambda: kept.append(ops.int8_scaled_mm(packed, packed, scales, scales, **bfloat16))
+    )
+    assert taken == [1024, 512, 512, -512, -1024]
+    # Which columns have outliers decides what is multiplied in halves.
+    with pytest.raises(UnknownValueError):
+        ops.int8_vectorwise_quant(rows.relu().repeat(100, 1), threshold=6.0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._pytree import tree_map
 
 from pytest_gpumem import simulate
-from pytest_gpumem.values.errors import UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
 
 def test_storages_report_their_device() -> None:
@@ -54,6 +55,24 @@ def test_storages_are_made_on_the_device_as_torch_load_does(tmp_path: Path) -> N
         loaded = torch.load(tmp_path / "tensor.pt", map_location="cuda")
         assert (loaded.is_cuda, gpu.allocated) == (True, 2048)
     assert len(torch.UntypedStorage(4)) == 4
+
+
+def test_a_slice_of_a_storage_is_part_of_its_memory() -> None:
+    """CUDA graphs of torch.compile copy inputs whose elements overlap by slices of storages."""
+    with simulate("T4") as gpu:
+        x, y = torch.arange(4.0).cuda(), torch.tensor([8.0, 9.0], device="cuda")
+        part = x.untyped_storage()[8:16]
+        assert (part.nbytes(), part.is_cuda, part.data_ptr() - x.data_ptr()) == (8, True, 8)
+        part.copy_(y.untyped_storage()[0:8])
+        assert x.tolist() == [0.0, 1.0, 8.0, 9.0]
+        part.copy_(torch.rand(5000, device="cuda").untyped_storage()[4:12])
+        with pytest.raises(UnknownValueError):
+            x.tolist()
+        del x, y
+        gc.collect()
+        assert gpu.allocated == 512
+        del part
+        assert gpu.allocated == 0
 
 
 @pytest.mark.parametrize(
