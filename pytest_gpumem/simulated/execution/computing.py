@@ -280,6 +280,8 @@ def scalar(runner: Runner, func: Any) -> Handler:
             result = runner.run(func, args, kwargs)
             runner.storages.mark_host_scalars([result])
             runner.values.make(operator, args, kwargs, result)
+            if not thread.sets_items and thread.destination is None:
+                thread.number = result
             return result
         return make(args, kwargs)
 

@@ -210,6 +210,7 @@ class Runner:
             if of(tensor) is not None:
                 if machine.has_real_meta:
                     machine.thread_state.on_meta = False
+                    self._place_number(tensor)
                 return CUDA
             if self.storages.is_unknown_on_cpu(tensor):
                 owner = HOST
@@ -218,10 +219,18 @@ class Runner:
                     is_number = True
                 elif machine.has_real_meta:
                     machine.thread_state.on_meta = True
+                    machine.thread_state.number = None
         if owner is None and is_number and not machine.thread_state.on_meta:
             # C++ made it for the CUDA tensors of the operator before, as quantile() does.
             return CUDA
         return owner
+
+    def _place_number(self, other: torch.Tensor) -> None:
+        """Give a number that C++ has made for this operator a block on the GPU of ``other``."""
+        thread, record = self.machine.thread_state, self.storages.of(other)
+        if thread.number is not None and record is not None:
+            self.storages.track(thread.number, record.device)
+            thread.number = None
 
     def is_users_own(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is on ``meta`` because user code requested that."""

@@ -67,6 +67,8 @@ class ThreadState(threading.local):
     """
     on_meta = False
     """Whether the last operator was on meta tensors of the user's own."""
+    number: torch.Tensor | None = None
+    """A number that C++ has put on ``meta`` or on the GPU: the next operator shows on which."""
     sets_items = False
     """Whether the thread runs ``x[i] = ...``, whose numbers stay on the host."""
     reads_item = False

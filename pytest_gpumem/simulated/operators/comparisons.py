@@ -194,7 +194,7 @@ def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
         scratch.take(weights.numel() * torch.float64.itemsize)
     if self.numel() and gpu.version >= _BINS_BY_BOTH_SINCE:
         scratch.take(self.element_size(), self.element_size())
-        reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES)
+        reductions.reduce_whole(gpu, self, reductions.TWO_VALUES)
     elif self.numel():
         _extremes(gpu, self, 1 if self.dtype == torch.uint8 else 2)
     return scratch
@@ -203,7 +203,7 @@ def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
 def _extremes(gpu: GPU, tensor: Tensor, count: int) -> None:
     for _ in range(count):
         with Scratch(gpu, tensor.element_size()):
-            reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES)
+            reductions.reduce_whole(gpu, tensor, reductions.VALUES)
 
 
 def _zero_points(gpu: GPU, zero_point: Tensor) -> None:
@@ -217,7 +217,7 @@ def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
         return
     if gpu.version >= BOTH_EXTREMES_SINCE:
         with Scratch(gpu, self.element_size(), self.element_size()):
-            reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES)
+            reductions.reduce_whole(gpu, self, reductions.TWO_VALUES)
     else:
         _extremes(gpu, self, 2)
 

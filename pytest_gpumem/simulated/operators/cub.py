@@ -78,13 +78,28 @@ def unique_by_key_bytes(
     count: int, index_bytes: int, capability: Capability, version: Version
 ) -> int:
     """Return the bytes for finding where runs of equal keys begin among ``count`` keys."""
+    tile = _unique_by_key_tile(index_bytes, capability, version)
+    return _tile_states(count, tile, 16 if version >= _WIDE_RUNS_SINCE else 8, version)
+
+
+def thrust_unique_by_key_bytes(count: int, capability: Capability, version: Version) -> int:
+    """Return what Thrust takes for the same, of 64-bit indices.
+
+    It counts in 32 bits, and how many it has found stands behind the states of the tiles
+    (thrust/system/cuda/detail/unique_by_key.h).
+    """
+    tile = _unique_by_key_tile(8, capability, version)
+    return alias_temporaries(_tile_states(count, tile, 8, version), 8)
+
+
+def _unique_by_key_tile(index_bytes: int, capability: Capability, version: Version) -> int:
     tile = 64 * max(1, 11 * 4 // index_bytes)
     is_nested = version >= _NESTED_SINCE
     if capability >= (9, 0):
         tile = 512 * 14 if index_bytes == 4 else 448 * (11 if is_nested else 10)
     elif capability == (8, 0):
         tile = 256 * 11 if index_bytes == 4 else 192 * 7 if is_nested else 256 * 7
-    return _tile_states(count, tile, 16 if version >= _WIDE_RUNS_SINCE else 8, version)
+    return tile
 
 
 def unique_bytes(count: int, capability: Capability, version: Version) -> int:

@@ -119,6 +119,8 @@ def _flash_outputs(
     dropout_p: float,
     result: tuple[Tensor, ...],
 ) -> Iterator[Tensor]:
+    if gpu.model.compute_capability < (8, 0):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     # out, logsumexp, seed, offset: the last two are CPU tensors up to 2.6.
     sums, state = result[:2], result[2:4] if gpu.version >= (2, 7) else ()
     if cum_seq_q is None:

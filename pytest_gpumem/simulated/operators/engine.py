@@ -47,7 +47,6 @@ def in_formula(caller: FrameType | None) -> bool:
         caller is not None
         and caller.f_code is _ENGINE_RUNS
         and torch._C._current_graph_task_id() != -1
-        and not torch.is_grad_enabled()
     )
 
 
@@ -97,7 +96,9 @@ def _is_temporary(tensor: torch.Tensor) -> bool:
 
 def _accumulation(args: Args, node: str) -> OpOverload | None:
     # The engine adds a gradient to the one its buffer already holds for the same input of a node.
-    if len(args) != 2 or node.startswith(_FORMULAS_THAT_ADD) or "BackwardBackward" in node:
+    if torch.is_grad_enabled() or len(args) != 2 or node == _LEAF:
+        return None
+    if node.startswith(_FORMULAS_THAT_ADD) or "BackwardBackward" in node:
         return None
     if node in _MEANS_TOO and not _additions.count():
         return None
@@ -106,6 +107,9 @@ def _accumulation(args: Args, node: str) -> OpOverload | None:
         return None
     return _aten.add_.Tensor if _is_temporary(held) and is_dense(held) else None
 
+
+_LEAF = "torch::autograd::AccumulateGrad"
+"""A leaf's node, which adds a dense gradient to a sparse one out of place."""
 
 _FORMULAS_THAT_ADD = (
     *("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu", "SpecialI1E"),
@@ -142,6 +146,10 @@ def _in(nodes: str, operator: OpOverload) -> InPlace:
     return lambda args, node: operator if node in names else None
 
 
+def _difference(args: Args, node: str) -> OpOverload | None:
+    return _aten.sub_.Tensor if node == _LOGITS and not torch.is_grad_enabled() else None
+
+
 _SELECTIONS = (
     "MaxBackward0 MinBackward0 TopkBackward0 SortBackward0 SortBackward1 KthvalueBackward0 "
     "MedianBackward1 NanmedianBackward1 ModeBackward0"
@@ -158,6 +166,8 @@ _CHOICES = (
 
 
 def _product(args: Args, node: str) -> OpOverload | None:
+    if torch.is_grad_enabled():
+        return None
     if node == "BinaryCrossEntropyBackward0":
         return _aten.mul_.Tensor if _is_temporary(args[0]) else None
     if node != _LOGITS:
@@ -197,7 +207,7 @@ IN_PLACE: dict[str, InPlace] = {
         "" if _SINCE_2_14 else "ClampBackward0", _aten.logical_or_.default
     ),
     "aten.masked_fill.Scalar": _in(_CHOICES, _aten.masked_fill_.Scalar),
-    "aten.sub.Tensor": _in(_LOGITS, _aten.sub_.Tensor),
+    "aten.sub.Tensor": _difference,
     "aten.mul.Tensor": _product,
 }
 """By overload: which in-place operator CUDA runs instead, given arguments and node."""

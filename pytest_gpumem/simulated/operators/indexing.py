@@ -13,7 +13,7 @@ that of torch 2.6, 2.13 and 2.15 on the dry device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -121,8 +121,12 @@ def _index_put(
     unsafe: bool = False,
 ) -> None:
     # autograd's own formula puts with indices marked as safe
-    in_formula = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    node = torch._C._current_autograd_node()
+    in_formula = node is not None and node.name() in _PUTS
     _put_sorted(gpu, self, indices, values, accumulate, not (unsafe or in_formula))
+
+
+_PUTS = frozenset({"IndexBackward0", "UnsafeIndexBackward0"})
 
 
 def _put_sorted(
@@ -248,6 +252,12 @@ def _mean_by_index(gpu: GPU, source: Tensor, reduce: str, result: Tensor) -> Non
             borrow(gpu, result.numel())
 
 
+def _made_twice(gpu: GPU, result: Tensor) -> Iterator[Tensor]:
+    """Yield rows whose place was taken before (_fbgemm_dense_to_jagged_forward_symint)."""
+    with Scratch(gpu, result.nbytes):
+        yield result
+
+
 def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
     """Allocate for the check that lengths are not negative, and add up to the whole."""
     if lengths is None or unsafe:
@@ -314,6 +324,7 @@ RULES = {
     "index _unsafe_index": Rule(
         before=lambda gpu, indices: _converted(Scratch(gpu), _given(gpu, indices))
     ),
+    "_padded_dense_to_jagged_forward": Rule(outputs=_made_twice),
     "_unsafe_index_put": Rule(before=_before_index_put, after=_put_sorted),
     "index_put_ index_put _index_put_impl_": Rule(before=_before_index_put, after=_index_put),
     "nonzero": Rule(before=count_set, after=_place_set),

@@ -257,7 +257,7 @@ _VALUES = frozenset({"LinalgEigBackward0", "LinalgEighBackward0"})
 def diagonal_scatter(self: Tensor, src: Tensor, offset: int, dim1: int, dim2: int) -> Tensor:
     """Run ``aten::diagonal_scatter``, which gradients of eigenvalues do in place."""
     node = torch._C._current_autograd_node()
-    in_place = node is not None and node.name() in _VALUES and not torch.is_grad_enabled()
+    in_place = node is not None and node.name() in _VALUES
     result = self if in_place else self.clone()
     result.diagonal(offset, dim1, dim2).copy_(src)
     return result

@@ -86,6 +86,14 @@ def log_softmax(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torc
     return grad_output.new_empty(grad_output.shape, dtype=input_dtype)
 
 
+def _angle(tensor: Tensor) -> Tensor:
+    """Return angles, of complex numbers contiguous: an empty result is resized (UnaryOps.cpp)."""
+    if tensor.is_complex():
+        return tensor.new_empty(tensor.shape, dtype=tensor.dtype.to_real())
+    _, dtype = elementwise_dtypes(tensor, type_promotion_kind=KIND.INT_TO_FLOAT)
+    return torch.empty_like(tensor, dtype=dtype)
+
+
 def _unless_traced(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     formula: Callable[..., Any] = getattr(decompositions, name)
 
@@ -132,6 +140,7 @@ WRONG: dict[str, Callable[..., Any]] = {
         (*a.shape[:-1], b.shape[-1]), dtype=out_dtype
     ),
     "_weight_int4pack_mm": lambda a, packed, *_: a.new_empty((a.shape[0], packed.shape[0] * 8)),
+    "angle": _angle,
     "copysign.Tensor": torch.true_divide,
     "normal.Tensor_Tensor": lambda mean, std, **_: mean.new_empty(
         torch.broadcast_shapes(mean.shape, std.shape)
@@ -146,8 +155,8 @@ read the device that a tensor on ``meta`` is a fake of, or whose layout is anoth
 
 Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
 torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu,
-native/BinaryOps.cpp (copysign, logit_backward), PixelShuffle.cpp, DistributionTemplates.h
-(normal_impl) and cuda/RreluWithNoise.cu.
+native/UnaryOps.cpp (angle), BinaryOps.cpp (copysign, logit_backward), PixelShuffle.cpp,
+DistributionTemplates.h (normal_impl) and cuda/RreluWithNoise.cu.
 """
 
 SHAPES: dict[str, Callable[..., Any]] = {
@@ -172,6 +181,9 @@ SHAPES: dict[str, Callable[..., Any]] = {
         matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),
     ),
     "_cslt_compress": _compressed,
+    "_padded_dense_to_jagged_forward": lambda dense, offsets, *rows: dense.new_empty(
+        (rows[0] if rows else offsets[0][-1].item(), dense.shape[-1])
+    ),
     **dict.fromkeys(("_scaled_mm.out", "_scaled_mm_v2.out"), lambda *_, out, **__: out),
     "_logcumsumexp.out": lambda read, dim, *, out: out.resize_(read.shape),
     **dict.fromkeys(

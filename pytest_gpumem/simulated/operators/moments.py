@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
-from pytest_gpumem.simulated.operators.layout import accumulated
+from pytest_gpumem.simulated.operators.layout import accumulated, copied
 from pytest_gpumem.simulated.operators.reductions import Over, outputs_of
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
@@ -74,6 +74,16 @@ _ZERO_NORMS = (2, 15)
 """First release that computes gradients of the norm 0; others return zeros at once."""
 
 
+def _cdist(gpu: GPU, x1: Tensor, x2: Tensor) -> Scratch:
+    """Take contiguous copies of both, as large as the batch (cdist_impl)."""
+    batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+    return Scratch(gpu, *copied(*(one.expand(*batch, *one.shape[-2:]) for one in (x1, x2))))
+
+
+def _cdist_of_some(gpu: GPU, x1: Tensor, x2: Tensor) -> Scratch:
+    return _cdist(gpu, x1, x2) if x1.numel() and x2.numel() else Scratch(gpu)
+
+
 def _cdist_backward(gpu: GPU, x1: Tensor, x2: Tensor, p: float, cdist: Tensor) -> None:
     rows, others, columns = x1.shape[-2], x2.shape[-2], x1.shape[-1]
     if rows and others and (p or gpu.version >= _ZERO_NORMS):
@@ -116,7 +126,8 @@ RULES = {
     "pow": Rule(before=_base, after=_number),
     "var std": Rule(before=partial(_moments, 1), after=_real_moments),
     "var_mean std_mean": Rule(before=partial(_moments, 2), after=_real_moments),
-    "_cdist_backward": Rule(after=_cdist_backward),
+    "_cdist_forward": Rule(before=_cdist),
+    "_cdist_backward": Rule(before=_cdist_of_some, after=_cdist_backward),
     "_pdist_backward": Rule(after=_pdist_backward),
     "linalg_vector_norm norm": Rule(after=_norm),
     "renorm renorm_": Rule(after=_renorm),

@@ -298,13 +298,18 @@ def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
 def _of_all_or_along(
     whole: Accumulator, along: Accumulator, gpu: GPU, self: Tensor, result: Any, dim: Over = None
 ) -> None:
-    """Allocate to reduce along ``dim``, or all elements, whose kernel reads a row (max_all)."""
-    if dim is not None:
+    """Allocate to reduce along ``dim``, or all elements."""
+    if dim is None:
+        reduce_whole(gpu, self, whole)
+    else:
         first = result if isinstance(result, Tensor) else result[0]
         reduce_tensor(gpu, self, dim, along, first.dtype)
-        return
-    with Scratch(gpu, *copied(self)):
-        reduce(gpu, (self.numel(),), (1,), self.dtype, 0, whole)
+
+
+def reduce_whole(gpu: GPU, tensor: Tensor, kind: Accumulator) -> None:
+    """Allocate for the extremes of all elements, whose kernels read a row (max_all, aminmax)."""
+    with Scratch(gpu, *copied(tensor)):
+        reduce(gpu, (tensor.numel(),), (1,), tensor.dtype, 0, kind)
 
 
 def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:

@@ -273,8 +273,11 @@ def _multinomial(
             reductions.reduce_tensor(gpu, self, -1, reductions.VALUE_AND_INDEX)
         else:
             scratch.take(result.numel() * size)
+            turned = is_dense(self) and not self.is_contiguous()  # so is what topk reads
+            copies = Scratch(gpu, self.nbytes if turned else 0)
             if _many_blocks(rows, length):
                 _topk_of_many_blocks(gpu, rows, length, size)
+            copies.free()
 
 
 def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> None:
@@ -282,17 +285,17 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> No
     size = weights.element_size()
     if gpu.version >= BOTH_EXTREMES_SINCE:
         scratch.take(size, size)
-        reductions.reduce_tensor(gpu, weights, None, reductions.TWO_VALUES)
+        reductions.reduce_whole(gpu, weights, reductions.TWO_VALUES)
         is_finite = scratch.take(1)
         is_positive = scratch.take(1)
         scratch.take(1)
         scratch.drop(is_positive, is_finite)
     else:
         highest = scratch.take(size)
-        reductions.reduce_tensor(gpu, weights, None, reductions.VALUES)
+        reductions.reduce_whole(gpu, weights, reductions.VALUES)
         is_finite = scratch.take(1)
         lowest = scratch.take(size)
-        reductions.reduce_tensor(gpu, weights, None, reductions.VALUES)
+        reductions.reduce_whole(gpu, weights, reductions.VALUES)
         is_positive = scratch.take(1)
         scratch.take(1)
         scratch.drop(is_positive, lowest, is_finite, highest)
@@ -310,7 +313,7 @@ def _check(gpu: GPU, std: Tensor | float = 1.0) -> None:
     """Allocate for ``std.min().ge(0)``, the check that no deviation is below zero."""
     if isinstance(std, Tensor) and std.numel():
         with Scratch(gpu, std.element_size()):
-            reductions.reduce_tensor(gpu, std, None, reductions.VALUES)
+            reductions.reduce_whole(gpu, std, reductions.VALUES)
             borrow(gpu, 1)
 
 

@@ -143,7 +143,7 @@ def _sort(gpu: GPU, count: int) -> None:
     partitions = (1 + -(-count // _MERGE_SORT_TILE)) * 4
     of_sort = cub.alias_temporaries(partitions, count * 8, count * 8, 0)
     capability = gpu.model.compute_capability
-    for nbytes in (of_sort, cub.unique_by_key_bytes(count, 8, capability, gpu.version)):
+    for nbytes in (of_sort, cub.thrust_unique_by_key_bytes(count, capability, gpu.version)):
         Scratch(gpu).estimate(nbytes, "Thrust", "coalesce")
 
 

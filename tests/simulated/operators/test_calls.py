@@ -129,3 +129,23 @@ def test_composite_operators_name_arguments_of_their_overload(name: str) -> None
     for table in (tables.ABOVE_AUTOGRAD, tables.BELOW_AUTOGRAD, sparse.PARTS):
         if name in table:
             _assert_fits(table[name], func._schema)
+
+
+def test_numbers_of_operators_take_memory_beside_meta_tensors_of_the_user(on: Any) -> None:
+    gpu = on()
+    x = torch.rand(8, 17, device="cuda")
+    before = gpu.of(lambda: torch.cosine_similarity(x, x))
+    on_meta = torch.rand(4, 4, device="meta")
+    torch.cosine_similarity(on_meta, on_meta)
+    assert 4 in before  # the least norm
+    assert gpu.of(lambda: torch.cosine_similarity(x, x)) == before
+    assert gpu.of(lambda: torch.cosine_similarity(on_meta, on_meta)) == []
+
+
+def test_angles_of_complex_numbers_are_contiguous(on: Any) -> None:
+    gpu = on()
+    columns = torch.rand(8, 8, device="cuda").t()
+    numbers = torch.complex(columns, columns)
+    assert numbers.angle().is_contiguous()
+    assert numbers.abs().stride() == columns.angle().stride() == (1, 8)
+    assert gpu.of(lambda: numbers.angle().flatten()) == [512, 256, -512]

@@ -107,6 +107,24 @@ def test_histc_without_a_range_reads_both_extremes(on: Any, release: str, looks:
     assert gpu.of(lambda: torch.histc(numbers, 10, 0, 1)) == [40]
 
 
+@pytest.mark.parametrize(
+    ("release", "copied"),
+    [("2.11", [4, 360, -360, -4] * 2), ("2.15", [4, 4, 360, -360, -4, -4])],
+)
+def test_extremes_of_numbers_with_gaps_are_read_from_a_copy(
+    on: Any, release: str, copied: list[int]
+) -> None:
+    gpu = on(version=release)
+    numbers = torch.rand(10, 10, device="cuda")[:, 1:]
+    assert gpu.of(lambda: torch.histc(numbers, 10)) == [40, *copied]
+
+
+def test_bincount_reads_extremes_of_a_column_from_a_copy(on: Any) -> None:
+    gpu = on(version="2.15")
+    numbers = torch.zeros(10, 5, dtype=torch.long, device="cuda")[:, 1]
+    assert gpu.of(lambda: torch.bincount(numbers)) == [8, 8, 80, -80, 8, -8, -8]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
 @pytest.mark.parametrize("real_values", [False, True])
 @pytest.mark.parametrize(

@@ -103,6 +103,16 @@ def test_runs_of_equal_keys(count: int, index: int, answers: tuple[int, ...]) ->
     assert old == [5119, 3583]
 
 
+@pytest.mark.parametrize(
+    ("capability", "count"), [(TURING, 10_240), (AMPERE, 43_008), (HOPPER, 157_696)]
+)
+def test_thrusts_runs_of_equal_keys(capability: tuple[int, int], count: int) -> None:
+    # As torch's own code asks of the dry device: a tile more is one of 32 that share 256 bytes.
+    counts = (2, count, count + 1, 2 * count + 1)
+    answers = [cub.thrust_unique_by_key_bytes(one, capability, CUDA_13) for one in counts]
+    assert answers == [1535, 1535, 1791, 2047]
+
+
 def test_sums_by_key() -> None:
     assert cub.sum_by_key_bytes(32, 4, AMPERE) == 1279
     answers = [cub.sum_by_key_bytes(100_000, 4, gpu) for gpu in (TURING, AMPERE, HOPPER)]

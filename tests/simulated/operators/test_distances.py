@@ -17,6 +17,19 @@ def test_each_pair_of_rows_writes_a_partial_gradient(on: Any) -> None:
     assert gpu.of(lambda: torch.autograd.grad(distances, x, gradient)) == [100, 400, -400]
 
 
+def test_distances_of_rows_with_gaps_are_those_of_copies(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(2, 5, 6, device="cuda")[..., ::2].requires_grad_()
+    y = torch.randn(7, 3, device="cuda", requires_grad=True)
+    made: list[torch.Tensor] = []
+    # Columns left out, 2 x 5 x 3 floats; the other side, for each of the two: 2 x 7 x 3.
+    forward = gpu.of(lambda: made.append(torch.cdist(x, y, 1.0)))
+    assert forward == [120, 168, 280, -168, -120]
+    gradient = torch.ones_like(made[0])
+    backward = gpu.of(lambda: torch.autograd.grad(made[0], x, gradient))
+    assert backward == [120, 168, 120, 840, -840, -168, -120]
+
+
 def test_norms_of_halves_are_float32_and_their_factors_halves(on: Any) -> None:
     gpu = on()
     x = torch.randn(64, 100, device="cuda")

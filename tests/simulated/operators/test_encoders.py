@@ -152,3 +152,12 @@ def test_an_input_rebound_by_the_caller_is_freed() -> None:
 
         run()  # cuBLAS keeps its workspace
         assert run() == 0
+
+
+def test_older_gpus_have_no_flash_attention(on: Any) -> None:
+    on("T4")
+    heads = torch.rand(1, 8, 2, 16, device="cuda", dtype=torch.half)
+    with pytest.raises(RuntimeError, match="only supports Ampere GPUs or newer"):
+        torch.ops.aten._flash_attention_forward(
+            heads, heads, heads, None, None, 8, 8, 0.0, False, False
+        )

@@ -142,6 +142,64 @@ def test_gradients_with_a_graph_are_added_out_of_place(on: Any) -> None:
     assert [event for event in events if event > 0] == [4, *[MATRIX] * 4]
 
 
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda x: x.gather(0, torch.zeros(8, 64, dtype=torch.long, device="cuda")),
+        lambda x: x[torch.zeros(8, dtype=torch.long, device="cuda")],
+        lambda x: x.sort(-1).values[:8],
+        lambda x: x.cummax(0).values,
+        lambda x: x.index_select(0, torch.zeros(8, dtype=torch.long, device="cuda")),
+    ],
+    ids=["gather", "index", "sort", "cummax", "index_select"],
+)
+def test_formulas_write_in_place_where_their_graph_is_kept(on: Any, select: Any) -> None:
+    gpu = on()
+    weight = leaf()
+    selected = select(weight)
+    gradient = torch.ones_like(selected)
+    plain = gpu.of(lambda: torch.autograd.grad(selected, weight, gradient, retain_graph=True))
+    graph = gpu.of(lambda: torch.autograd.grad(selected, weight, gradient, create_graph=True))
+    assert graph.count(MATRIX) == plain.count(MATRIX)
+
+
+def test_gradients_of_logits_have_gradients(on: Any) -> None:
+    on()
+    weight, target = leaf(), torch.rand(64, 64, device="cuda")
+    loss = functional.binary_cross_entropy_with_logits(weight, target, target)
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    gradient.square().sum().backward()
+    assert weight.grad is not None
+
+
+def test_a_dense_gradient_and_the_sparse_one_of_a_leaf_make_a_new_one(on: Any) -> None:
+    gpu = on()
+    table = leaf()
+    tokens = torch.zeros(8, dtype=torch.long, device="cuda")
+    functional.embedding(tokens, table, sparse=True).sum().backward()
+    events = gpu.of((table * 2).sum().backward)
+    # accumulate_grad.h: new_grad + variable_grad
+    assert [event for event in events if abs(event) == MATRIX] == [MATRIX, MATRIX, -MATRIX]
+
+
+def test_an_index_in_a_custom_function_is_checked(on: Any) -> None:
+    class Placed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            rows = torch.zeros(8, dtype=torch.long, device="cuda")
+            return gradient.index_put((rows,), gradient[:8], accumulate=True)
+
+    gpu = on()
+    placed = Placed.apply(leaf())  # type: ignore[no-untyped-call]  # torch's
+    gradient = torch.ones(64, 64, device="cuda")
+    events = gpu.of(lambda: placed.backward(gradient))
+    assert events.count(8) == 2  # the least and the largest index
+
+
 def test_a_retained_graph_can_be_used_again(on: Any) -> None:
     gpu = on()
     weight = leaf()

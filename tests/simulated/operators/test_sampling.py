@@ -44,3 +44,14 @@ def test_dirichlet_samples_are_divided_by_their_sums(on: Any) -> None:
     shape = torch.ones(64, 100, device="cuda")
     sums = 64 * 4
     assert gpu.of(lambda: torch._sample_dirichlet(shape)) == [MATRIX, sums, -sums]
+
+
+def test_samples_by_weights_with_gaps_are_of_a_copy(on: Any) -> None:
+    gpu = on(version="2.15")
+    weights = torch.rand(9, 8, device="cuda")
+    made = gpu.of(lambda: weights.multinomial(2))
+    with_gaps = gpu.of(lambda: torch.rand(9, 16, device="cuda")[:, ::2].multinomial(2))
+    # Extremes are read from a copy; numbers in the layout of the weights are copied for topk.
+    assert with_gaps.count(9 * 8 * 4) == made.count(9 * 8 * 4) + 1
+    turned = torch.rand(8, 9, device="cuda").t()
+    assert gpu.of(lambda: turned.multinomial(2)).count(9 * 8 * 4) == made.count(9 * 8 * 4) + 2

@@ -249,6 +249,19 @@ def test_gradients_of_jagged_tensors() -> None:
         assert nested.to("cuda") is nested
 
 
+def test_padded_jagged_tensors_become_rows_again() -> None:
+    with simulate("A10") as gpu:
+        parts = [torch.rand(2, 3, device="cuda"), torch.rand(4, 3, device="cuda")]
+        nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged).requires_grad_()
+        start = len(gpu.trace)
+        assert nested.detach().softmax(1).shape == nested.shape
+        taken = [event.size for event in gpu.trace[start:] if event.action == "alloc"]
+        # Padded, and its softmax; six rows of three floats, made twice.
+        assert taken[:4] == [2 * 4 * 3 * 4, 2 * 4 * 3 * 4, 6 * 3 * 4, 6 * 3 * 4]
+        nested.to_padded_tensor(0.0).sum().backward()
+        assert nested.grad is not None
+
+
 def test_a_fake_tensor_mode_of_the_user_takes_no_memory() -> None:
     with simulate("A10") as gpu:
         with FakeTensorMode():
