@@ -18,7 +18,7 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import FROM_HOST, running, user_line
-from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner
+from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner, laid_out
 from pytest_gpumem.simulated.execution.shapes import (
     NEW,
     UnknownError,
@@ -90,6 +90,8 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
                     result = run_by_kinds(run, key, args, kwargs)
                 else:
                     result = run(func, args, kwargs)
+                if fresh:
+                    result = laid_out(func, args, kwargs, result)
             except BaseException:
                 if call is not None:
                     call.free_before()

@@ -28,6 +28,7 @@ from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import covers
 from pytest_gpumem.simulated.operators.custom_kernels import how_to_describe
+from pytest_gpumem.simulated.operators.layout import strides_in_cpp
 from pytest_gpumem.values.errors import (
     UndescribedKernelError,
     UnknownValueError,
@@ -36,11 +37,23 @@ from pytest_gpumem.values.errors import (
 
 CUDA = "cuda"
 HOST = "cpu"
+
+
 _OF_LISTS = frozenset({torch.int64, torch.bool, torch.uint8})
 """Types of the tensors that C++ makes of lists of indices."""
 _SEVERAL = (tuple, list, GeneratorType)
 """Types of several results: of an operator, and of a rule that allocates between them."""
 _SIGNS_OF_NO_SHAPES = ("no fake impl", "not linked with support for cuda", "INTERNAL ASSERT")
+
+
+def laid_out(func: Any, args: Args, kwargs: Kwargs, result: Any) -> Any:
+    """Return the ``result`` that a kernel for ``meta`` has made, with the strides of C++."""
+    first, *others = result if isinstance(result, tuple) and result else (result,)
+    strides = strides_in_cpp(func, args, kwargs, first)
+    if strides is None:
+        return result
+    made = raw.empty_strided(first.shape, strides, dtype=first.dtype, device=raw.META)
+    return (made, *others) if others else made
 
 
 class Runner:
@@ -81,7 +94,7 @@ class Runner:
         key, make = self.shapes.find(func, args, kwargs)
         if make is not NEW and make is not None:
             return make(args)
-        result = self.run(func, args, kwargs)
+        result = laid_out(func, args, kwargs, self.run(func, args, kwargs))
         if key is not None and make is NEW:
             self.shapes.learn(key, args, kwargs, result)
         return result

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
+from torch._ops import OpOverload
 
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 INDEX_BYTES = 8
@@ -77,3 +79,120 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def accumulated(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which CUDA's kernels sum values of ``dtype`` (``toAccumulateType``)."""
     return torch.float32 if dtype in HALF_DTYPES else dtype
+
+
+def elementwise_strides(
+    shape: tuple[int, ...], operands: Sequence[torch.Tensor], *, beside_number: bool = False
+) -> tuple[int, ...]:
+    """Return the strides of a new result of ``shape`` of TensorIterator.
+
+    A number among the operands counts as a tensor without dimensions (``beside_number``).
+
+    Source: aten/src/ATen/TensorIterator.cpp (compute_fast_setup_type, compute_strides,
+    reorder_dimensions, compatible_stride). Python's kernels for ``meta`` differ from it where a
+    dimension has one element, whose stride may be any number.
+    """
+    if not beside_number and all(one.shape == shape for one in operands):
+        if all(one.is_contiguous() for one in operands):
+            return _packed(shape, range(len(shape) - 1, -1, -1))
+        if len(shape) == 4 and all(
+            one.is_contiguous(memory_format=torch.channels_last) for one in operands
+        ):
+            return _packed(shape, _ORDERS[4])
+        first = operands[0]
+        if is_dense(first) and all(one.stride() == first.stride() for one in operands):
+            return first.stride()
+    return _packed(shape, _order(shape, operands))
+
+
+def _packed(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor without gaps; ``order`` has the fastest dimension first."""
+    strides, step = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
+
+
+def _order(shape: Sequence[int], operands: Sequence[torch.Tensor]) -> list[int]:
+    given = []
+    for one in operands:
+        missing = len(shape) - one.dim()
+        pairs = zip(one.shape, one.stride(), shape[missing:], strict=True)
+        own = [0 if size == 1 and whole != 1 else stride for size, stride, whole in pairs]
+        given.append([0] * missing + own)
+
+    def comes_after(dim: int, other: int) -> bool | None:
+        for strides in given:
+            if not strides[dim] or not strides[other]:
+                continue
+            if strides[dim] != strides[other]:
+                return strides[dim] > strides[other]
+            if shape[dim] > shape[other]:
+                return True
+        return None
+
+    order = list(reversed(range(len(shape))))
+    for start in range(1, len(order)):
+        place = start
+        for before in reversed(range(start)):
+            answer = comes_after(order[before], order[place])
+            if answer:
+                order[before], order[place] = order[place], order[before]
+                place = before
+            elif answer is False:
+                break
+    return order
+
+
+_BESIDE_NUMBERS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "copysign", "xlogy", "special_xlog1py", "where"),
+        *("bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__", "atan2"),
+        *("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__", "maximum"),
+        *("minimum", "logical_and", "logical_or", "logical_xor", "fmax", "fmin"),
+    )
+)
+"""Operators whose numbers are operands of TensorIterator, tensors without a dimension."""
+_ALIKE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("randint_like", "flip", "native_dropout", "sort"),
+    )
+)
+"""Operators whose (first) results have the strides of their first argument, where that is dense."""
+
+_PACKED = frozenset(
+    f"aten::{name}" for name in ("masked_fill", "tril", "triu", "native_layer_norm")
+)
+"""Operators whose (first) results are contiguous."""
+_OTHERS = frozenset({"aten.clone.default", "aten.pow.Scalar"})
+"""Pointwise operators whose results TensorIterator does not make."""
+
+
+def strides_in_cpp(
+    func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
+) -> tuple[int, ...] | None:
+    """Return the strides of ``result`` that C++ gives it where Python's kernel does not.
+
+    ``None`` where they agree, as they do without a dimension of one.
+    """
+    if not isinstance(result, torch.Tensor) or result.dim() < 2 or 1 not in result.shape:
+        return None
+    shape, name = tuple(result.shape), func._schema.name
+    operands = [one for one in args if isinstance(one, torch.Tensor)]
+    if 0 in shape or not operands:
+        return None
+    if name in _ALIKE and kwargs.get("memory_format") in (None, torch.preserve_format):
+        own = operands[0].stride() if is_dense(operands[0]) else result.stride()
+    elif name in _PACKED:
+        own = _packed(shape, range(len(shape) - 1, -1, -1))
+    elif name in _BESIDE_NUMBERS or (torch.Tag.pointwise in func.tags and str(func) not in _OTHERS):
+        beside_number = name in _BESIDE_NUMBERS and len(operands) < len(args)
+        own = elementwise_strides(shape, operands, beside_number=beside_number)
+    else:
+        return None
+    return None if own == result.stride() else own

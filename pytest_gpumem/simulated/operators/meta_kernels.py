@@ -147,6 +147,9 @@ WRONG: dict[str, Callable[..., Any]] = {
     ),
     "logit_backward": _binary,
     "pixel_unshuffle": _unshuffled,
+    "pow.Scalar": lambda base, exponents: exponents.new_empty(
+        exponents.shape, dtype=torch.result_type(base, exponents)
+    ),
     "rrelu_with_noise": lambda x, *_, **__: _contiguous(x, x),
     **_LAYOUTS,
 }
@@ -155,8 +158,8 @@ read the device that a tensor on ``meta`` is a fake of, or whose layout is anoth
 
 Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
 torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu,
-native/UnaryOps.cpp (angle), BinaryOps.cpp (copysign, logit_backward), PixelShuffle.cpp,
-DistributionTemplates.h (normal_impl) and cuda/RreluWithNoise.cu.
+native/UnaryOps.cpp (angle), BinaryOps.cpp (copysign, logit_backward), Pow.cpp (pow of a number,
+contiguous), PixelShuffle.cpp, DistributionTemplates.h (normal_impl) and cuda/RreluWithNoise.cu.
 """
 
 SHAPES: dict[str, Callable[..., Any]] = {
