@@ -36,14 +36,14 @@ def section(page: str) -> str:
 
 
 def write(file: Path, rows: Sequence[str]) -> None:
-    """Put ``rows`` into the page in place of those of the same release, GPU and devices."""
+    """Put ``rows`` into the page in place of those of the same release, GPU, devices and corpus."""
     page = file.read_text(encoding="utf-8")
     before = section(page)
-    columns = {tuple(row.split(" | ")[:3]) for row in rows}
+    columns = {tuple(row.split(" | ")[:4]) for row in rows}
     kept = [
         line
         for line in before.splitlines()
-        if line[:3].startswith("| 2") and tuple(line.split(" | ")[:3]) not in columns
+        if line[:3].startswith("| 2") and tuple(line.split(" | ")[:4]) not in columns
     ]
     made = "\n".join(sorted([*kept, *rows], key=lambda row: row.split(" | ")[:3]))
     new = f"{BEGIN}\n{_TEXT.strip()}\n{made}\n\n{END}"

@@ -29,6 +29,8 @@ import torch
 from truth_corpora import Case, Group, groups
 
 from pytest_gpumem import SimulatedRun, simulate
+from pytest_gpumem.dry.blocks import passes_dropped, restart_numbering
+from pytest_gpumem.dry.load import is_loaded
 
 PATIENCE = 300
 """Seconds for the cases of one group."""
@@ -148,8 +150,6 @@ def _entered(
 @contextlib.contextmanager
 def _dry(group: Group) -> Iterator[None]:
     """Be the rank of ``group``, and compute values where its programs go by them."""
-    from pytest_gpumem.dry.blocks import passes_dropped
-
     with contextlib.ExitStack() as inside:
         inside.enter_context(passes_dropped())  # as in a test
         if group.world is not None:
@@ -179,6 +179,8 @@ def _made(case: Case, simulated: Any, stacks: str | None) -> Json:
         return result
 
     told: Json = {"case": case.name, "given": case.given, "passes": passes}
+    if simulated is None and is_loaded():
+        restart_numbering()  # as before a test
     gc.disable()
     try:
         case.run(record)

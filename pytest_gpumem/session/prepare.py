@@ -102,8 +102,8 @@ class Preparation:
         except DeviceError:
             return  # reported when the device is chosen
         count = device_count()
-        # One dry device stands for one of the ranks; with a device for each, each is a process. This
-        # is already the process of the only rank of ranks=1: a world of one rank counts as none.
+        # One dry device stands for one of the ranks; with a device for each, each is a process.
+        # This is already the process of the only rank of ranks=1: a world of one counts as none.
         alone = asked == 1 and not self._parts.settings.share
         if real is None or alone or (selector.only_model and count < asked):
             return

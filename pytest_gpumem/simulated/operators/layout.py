@@ -89,8 +89,8 @@ def elementwise_strides(
     A number among the operands counts as a tensor without dimensions (``beside_number``).
 
     Source: aten/src/ATen/TensorIterator.cpp (compute_fast_setup_type, compute_strides,
-    reorder_dimensions, compatible_stride). Python's kernels for ``meta`` differ from it where a
-    dimension has one element, whose stride may be any number.
+    reorder_dimensions, compatible_stride). Python's kernels for ``meta`` differ from it beside
+    operands that are broadcast, and in a dimension of one element, whose stride may be any number.
     """
     if not beside_number and all(one.shape == shape for one in operands):
         if all(one.is_contiguous() for one in operands):
@@ -169,18 +169,15 @@ _PACKED = frozenset(
     f"aten::{name}" for name in ("masked_fill", "tril", "triu", "native_layer_norm")
 )
 """Operators whose (first) results are contiguous."""
-_OTHERS = frozenset({"aten.clone.default", "aten.pow.Scalar"})
-"""Pointwise operators whose results TensorIterator does not make."""
+_OTHERS = frozenset({"aten.angle.default", "aten.clone.default", "aten.pow.Scalar"})
+"""Pointwise operators whose results TensorIterator does not make, or not always."""
 
 
 def strides_in_cpp(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
 ) -> tuple[int, ...] | None:
-    """Return the strides of ``result`` that C++ gives it where Python's kernel does not.
-
-    ``None`` where they agree, as they do without a dimension of one.
-    """
-    if not isinstance(result, torch.Tensor) or result.dim() < 2 or 1 not in result.shape:
+    """Return the strides of ``result`` in C++; ``None`` where Python's kernel gives the same."""
+    if not isinstance(result, torch.Tensor) or result.dim() < 2:
         return None
     shape, name = tuple(result.shape), func._schema.name
     operands = [one for one in args if isinstance(one, torch.Tensor)]
