@@ -103,8 +103,9 @@ class Row:
         if column.key == "status":
             return STATUSES[self.status][0]
         verdict = self.verdict
-        is_over = verdict is not None and verdict.limit is not None and not verdict.passed
-        return "red" if is_over and verdict and verdict.metric == column.key else ""
+        if verdict is None or verdict.limit is None or verdict.passed:
+            return ""
+        return "red" if verdict.metric == column.key else ""
 
 
 def test_status(record: TestRecord) -> str:

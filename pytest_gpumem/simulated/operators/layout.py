@@ -115,6 +115,7 @@ def _packed(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
 
 
 def _order(shape: Sequence[int], operands: Sequence[torch.Tensor]) -> list[int]:
+    """Return the dimensions by the strides of the ``operands``, the fastest one first."""
     given = []
     for one in operands:
         missing = len(shape) - one.dim()
