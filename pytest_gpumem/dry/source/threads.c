@@ -3,8 +3,9 @@
  * Up to Python 3.13 a thread that requests the GIL while the interpreter finalizes is ended by pthread_exit (take_gil
  * of Python/ceval_gil.h). In a thread of autograd, which releases Python objects after a backward pass, that aborts the
  * process: "terminate called without an active exception". On a GPU the pass ends long before the host has waited for
- * the device; here it may end during finalization. So the thread waits for the end of the process, as in Python 3.14, and torch waits
- * for the thread: ten seconds, unless a variable says otherwise (Engine::stop of torch/csrc/autograd/engine.cpp).
+ * the device; here it may end during finalization. So the thread waits for the end of the process, as in Python 3.14,
+ * and torch waits for the thread: ten seconds, unless a variable says otherwise (Engine::stop of
+ * torch/csrc/autograd/engine.cpp).
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -145,6 +145,7 @@ _REDUCING = (
 )
 """Methods of a group that take a reduction or options with one."""
 _COPYING = ("reduce_scatter_", "_reduce_scatter_base_")
+"""Operators that some releases replace by a copy in a group of one (``COPIES_ALONE``)."""
 _TO_EACH = ("alltoall_", "alltoall_base_")
 """Operators in which each rank sends to every other one."""
 

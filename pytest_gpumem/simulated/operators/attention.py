@@ -205,6 +205,8 @@ def head_size_rounded(size: int, version: tuple[int, int]) -> int:
 
 
 _WIDEST_HEADS_ALIKE, _WIDE_HEADS_BY_64 = (2, 7), (2, 11)
+"""First releases with these rules, seen in the allocations of 2.6 to 2.8, 2.10, 2.11 and 2.13 to
+2.15; 2.9 and 2.12 are taken to follow their neighbours."""
 
 
 _RNG_STATE = 16
