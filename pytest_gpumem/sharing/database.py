@@ -103,6 +103,11 @@ class Database:
         """Close the file."""
         self._connection.close()
 
+    def __del__(self) -> None:
+        # sqlite3 warns of a connection that nothing has closed, since Python 3.13.
+        if hasattr(self, "_connection"):
+            self.close()
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Run the block as one exclusive transaction."""
