@@ -27,16 +27,20 @@ import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for
 
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import (
+    CALLED_IN_PLACE,
     Composite,
     Rule,
     Scratch,
     borrow,
     copies_of,
     decompose,
+    is_dual,
+    within,
 )
 
 _aten = torch.ops.aten
@@ -84,10 +88,18 @@ def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
 def _of_halves(
     whole: _Softmax, kernel: _Softmax, self: Tensor, dim: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """Run ``softmax(input, dim, dtype)``: one kernel from float16 to float32, else after a cast."""
-    if dtype is torch.float32 and self.dtype is torch.float16:
-        return kernel(self, dim, True)
-    return whole(self, dim, dtype)
+    """Run ``softmax(input, dim, dtype)``: one kernel from float16 to float32, else after a cast.
+
+    The formula of its tangent multiplies in place (FunctionsManual.cpp, logsumexp_jvp).
+    """
+    with having(within, "in_place", dict(_OF_TANGENT) if is_dual(self) else {}):
+        if dtype is torch.float32 and self.dtype is torch.float16:
+            return kernel(self, dim, True)
+        return whole(self, dim, dtype)
+
+
+_OF_TANGENT = {_aten.mul.Tensor: _aten.mul_.Tensor}
+CALLED_IN_PLACE.update(_OF_TANGENT)
 
 
 _MEAN = 1
@@ -99,7 +111,8 @@ def soft_margin_loss_backward(
 ) -> Tensor:
     """Run ``aten::soft_margin_loss_backward`` as its native function computes it.
 
-    On ``meta`` that gives the gradient of a transposed input another layout.
+    On ``meta`` that gives the gradient of a transposed input another layout; of two types it has
+    the input's.
     """
     norm = 1.0 / self.numel() if reduction == _MEAN else 1.0
     negative = -target
@@ -107,7 +120,8 @@ def soft_margin_loss_backward(
     product = negative * self
     exponential = torch.exp(product)
     del product, negative
-    result = (target * exponential).mul_(-norm)
+    made = torch.empty_like(exponential, dtype=self.dtype)
+    result = torch.mul(exponential, target, out=made).mul_(-norm)
     exponential.add_(1)
     return result.div_(exponential).mul_(grad_output)
 

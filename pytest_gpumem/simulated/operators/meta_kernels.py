@@ -2,7 +2,7 @@
 
 Source: the allocations of each operator's CUDA function (aten/src/ATen/native/cuda/
 MultiMarginLoss.cu, MultiLabelMarginCriterion.cu, Distributions.cpp, native/cudnn/GridSampler.cpp,
-native/BatchLinearAlgebra.cpp (geqrf), native/quantized/cuda and
+native/BatchLinearAlgebra.cpp (geqrf), Activation.cpp (glu_jvp, glu_backward_jvp), native/quantized/cuda and
 native/quantized/FakeQuantPerTensorAffine.cpp).
 """
 
@@ -51,10 +51,11 @@ def cudnn_batch_norm(input: Tensor, grad_output: Tensor, weight: Tensor, *args: 
 
 
 def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
-    """Return gradients in the input's format."""
-    gradient, *others = decompositions.native_batch_norm_backward(grad_out, input, *args)
+    """Return gradients in the input's format; without training they are contiguous."""
+    gradient, *others = decompositions.native_batch_norm_backward(grad_out, input, *args[:8])
     if gradient is not None:
-        gradient = torch.empty_like(input, memory_format=suggested_format(input))
+        layout = suggested_format(input) if args[5] else torch.contiguous_format
+        gradient = torch.empty_like(input, memory_format=layout)
     return gradient, others[0], others[1]
 
 
@@ -69,6 +70,11 @@ def fused_rms_norm(input: Tensor, normalized_shape: list[int], *args: Any) -> An
 
 def _contiguous(gradient: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+def _loss(input: Tensor, target: Tensor, reduction: int = 1, *args: Any) -> Tensor:
+    """Return a loss of the input's type, whatever the target's is; by default it is reduced."""
+    return input.new_empty(()) if reduction else torch.empty_like(input)
 
 
 def _binary(gradient: Tensor, input: Tensor, *args: Any) -> Tensor:
@@ -109,6 +115,7 @@ _LAYOUTS: dict[str, Callable[..., Any]] = {
     for name, kernel in (
         ("native_layer_norm_backward", layer_norm),
         ("native_batch_norm_backward", batch_norm),
+        ("batch_norm_backward", batch_norm),
         ("cudnn_batch_norm_backward", cudnn_batch_norm),
         ("mse_loss_backward", _contiguous),
         ("smooth_l1_loss_backward", _contiguous),
@@ -129,7 +136,7 @@ channels last, and that are not.
 
 Source: torch/_decomp/decompositions.py (the functions of the same names) of 2.8 to 2.15;
 aten/src/ATen/native/cuda/layer_norm_kernel.cu (layer_norm_backward_cuda), Normalization.cuh
-(batch_norm_backward_cuda_template), native/cudnn/BatchNorm.cpp (cudnn_batch_norm_backward),
+(batch_norm_backward_cuda_template), Normalization.cu (batch_norm_elementwise_backward_eval), native/cudnn/BatchNorm.cpp (cudnn_batch_norm_backward),
 cuda/Activation.cpp (glu_backward_cuda), native/Loss.cpp (mse_loss_backward, huber_loss_backward,
 smooth_l1_loss_backward), native/SoftMax.cpp (log_softmax_backward_data) and
 native/Activation.cpp (hardswish_backward, elu_backward, hardtanh_backward).
@@ -141,7 +148,9 @@ WRONG: dict[str, Callable[..., Any]] = {
     ),
     "_weight_int4pack_mm": lambda a, packed, *_: a.new_empty((a.shape[0], packed.shape[0] * 8)),
     "angle": _angle,
+    "binary_cross_entropy": lambda x, y, weight=None, reduction=1: _loss(x, y, reduction),
     "copysign.Tensor": torch.true_divide,
+    "huber_loss": _loss,
     "normal.Tensor_Tensor": lambda mean, std, **_: mean.new_empty(
         torch.broadcast_shapes(mean.shape, std.shape)
     ),
@@ -151,6 +160,8 @@ WRONG: dict[str, Callable[..., Any]] = {
         exponents.shape, dtype=torch.result_type(base, exponents)
     ),
     "rrelu_with_noise": lambda x, *_, **__: _contiguous(x, x),
+    "soft_margin_loss": _loss,
+    "view_copy": lambda tensor, size: tensor.new_empty(tensor.new_empty(tensor.shape).view(size).shape),
     **_LAYOUTS,
 }
 """By overload: replacements of kernels of torch's that take the result's type for a factor, that
@@ -159,7 +170,9 @@ read the device that a tensor on ``meta`` is a fake of, or whose layout is anoth
 Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
 torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu,
 native/UnaryOps.cpp (angle), BinaryOps.cpp (copysign, logit_backward), Pow.cpp (pow of a number,
-contiguous), PixelShuffle.cpp, DistributionTemplates.h (normal_impl) and cuda/RreluWithNoise.cu.
+contiguous), PixelShuffle.cpp, DistributionTemplates.h (normal_impl), Loss.cpp (huber_loss,
+soft_margin_loss), TensorShape.cpp (view_copy_symint), cuda/Loss.cu (binary_cross_entropy_cuda) and
+cuda/RreluWithNoise.cu.
 """
 
 SHAPES: dict[str, Callable[..., Any]] = {
@@ -179,6 +192,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
         "fractional_max_pool3d_backward".split(),
         _contiguous,
     ),
+    **dict.fromkeys(("glu_jvp", "glu_backward_jvp"), _like_first),
     "geqrf": lambda matrix: (
         matrix.new_empty(matrix.mT.shape).mT,
         matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),
