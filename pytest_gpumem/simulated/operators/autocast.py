@@ -9,6 +9,7 @@ those of torch 2.6 to 2.15; a name that a release does not have is passed over.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.allocator.releases import Version
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 from pytest_gpumem.simulated.operators.rnn import flat_copies
@@ -46,10 +48,6 @@ FLOAT32 = """
 """.split()
 """``linalg_matrix_sqrth`` came with 2.15: the header does not list it, but the release has a kernel
 for it, and float32 is the only one of the two types that its implementation accepts."""
-
-_WHOLE = [f"{name}.vec" for name in FLOAT32 if "upsample_" in name]
-"""Composites that ``interpolate`` calls, whose one part torch casts for. In inference mode they
-reach the simulation as they are, below autocast."""
 
 FLOAT32_OUTPUT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
@@ -81,6 +79,33 @@ Policy = Callable[[Any, Args, Kwargs], Any]
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
 _KEYS = torch._C.DispatchKeySet(_KEY)
+_LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate).add(torch._C.DispatchKey.Negative)
+
+
+class _Passed(threading.local):
+    over = False
+
+
+passed = _Passed()
+"""Whether autocast for CUDA is on, and has no kernel for the operator that runs."""
+
+
+@contextmanager
+def of_parts() -> Iterator[None]:
+    """Have autocast cast the parts of an operator that it has passed over, as in C++.
+
+    torch hides it from a mode, and what resolves conjugates: in inference mode a mode sees every
+    composite as one operator.
+    """
+    hidden = _KEYS if passed.over else torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    if torch.is_inference_mode_enabled():
+        hidden = hidden | _LAZY
+    elif not passed.over:
+        yield
+        return
+    local = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(local[0], local[1] - hidden):
+        yield
 
 
 class CastCache:
@@ -105,7 +130,7 @@ class CastCache:
             warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
             for names, policy in (
                 (LOWER_PRECISION, self._run),
-                ([*FLOAT32, *_WHOLE], partial(self._run, dtype=torch.float32)),
+                (FLOAT32, partial(self._run, dtype=torch.float32)),
                 (FLOAT32_OUTPUT, self._float32_output),
                 (FLOAT32_NORMS, self._float32_norm),
                 (PROMOTE, self._promote),
@@ -190,7 +215,7 @@ class CastCache:
 
     def _kernel(self, policy: Policy, overload: Any) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS), having(passed, "over", False):
                 return policy(overload, args, kwargs)
 
         return kernel
@@ -227,10 +252,8 @@ class CastCache:
         held = weight[0] if buffer is None else buffer
         if eligible(held) and held.dtype != torch.float16:
             buffer, weight = flat_copies(weight, per_layer, torch.float16)
-        cell = self._cast(cx, torch.float16)
-        hidden = self._cast(hx, torch.float16)
-        given = self._cast(input, torch.float16)
-        return overload(given, weight, per_layer, buffer, hidden, cell, *rest)
+        casts = [self._cast(one, torch.float16) for one in (cx, hx, input)]  # the last dies first
+        return overload(casts[2], weight, per_layer, buffer, casts[1], casts[0], *rest)
 
     def _outer(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         outer.depth += 1
