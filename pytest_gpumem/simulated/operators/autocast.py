@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 from pytest_gpumem.simulated.operators.rnn import flat_copies
-from pytest_gpumem.simulated.operators.rules import eligible, outer
+from pytest_gpumem.simulated.operators.rules import eligible
 
 LOWER_PRECISION = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -67,10 +67,6 @@ FLOAT32_NORMS: dict[str, Callable[..., Any]] = {
 PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()
-
-_CALLING = (
-    "convolution_backward _thnn_fused_gru_cell_backward _thnn_fused_lstm_cell_backward_impl".split()
-)
 
 BANNED = ("binary_cross_entropy",)
 
@@ -136,8 +132,6 @@ class CastCache:
                 (PROMOTE, self._promote),
                 (["_cudnn_rnn"], self._recurrent),
                 (BANNED, self._banned),
-                # Not cast itself, but its C++ calls others that are.
-                (_CALLING, self._outer),
             ):
                 for name in names:
                     overload = overload_of(name)
@@ -254,13 +248,6 @@ class CastCache:
             buffer, weight = flat_copies(weight, per_layer, torch.float16)
         casts = [self._cast(one, torch.float16) for one in (cx, hx, input)]  # the last dies first
         return overload(casts[2], weight, per_layer, buffer, casts[1], casts[0], *rest)
-
-    def _outer(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
-        outer.depth += 1
-        try:
-            return overload(*args, **kwargs)
-        finally:
-            outer.depth -= 1
 
     def _banned(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         raise RuntimeError(

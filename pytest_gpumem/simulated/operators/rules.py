@@ -282,19 +282,6 @@ def is_traced(tensor: Tensor) -> bool:
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
-class _Outer(threading.local):
-    depth = 0
-
-
-outer = _Outer()
-"""Counts calls that autocast does not cast, but whose C++ calls operators that it casts."""
-
-
-def sums_in_float32(tensor: Tensor) -> bool:
-    """Return whether ``at::sum`` of ``tensor``, called in an outer call, is cast."""
-    return outer.depth > 0 and eligible(tensor)
-
-
 def eligible(tensor: Any) -> bool:
     """Return whether CUDA's autocast casts ``tensor``."""
     return (
