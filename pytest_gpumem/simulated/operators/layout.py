@@ -167,7 +167,7 @@ _ALIKE = frozenset(
 """Operators whose (first) results have the strides of their first argument, where that is dense."""
 
 _PACKED = frozenset(
-    f"aten::{name}" for name in ("masked_fill", "tril", "triu", "native_layer_norm", "roll")
+    f"aten::{name}" for name in ("masked_fill", "tril", "triu", "native_layer_norm")
 )
 """Operators whose (first) results are contiguous."""
 _OTHERS = frozenset({"aten.angle.default", "aten.clone.default", "aten.pow.Scalar"})
