@@ -102,30 +102,6 @@ _OF_TANGENT = {_aten.mul.Tensor: _aten.mul_.Tensor}
 CALLED_IN_PLACE.update(_OF_TANGENT)
 
 
-_MEAN = 1
-"""at::Reduction."""
-
-
-def soft_margin_loss_backward(
-    grad_output: Tensor, self: Tensor, target: Tensor, reduction: int
-) -> Tensor:
-    """Run ``aten::soft_margin_loss_backward`` as its native function computes it.
-
-    On ``meta`` that gives the gradient of a transposed input another layout; of two types it has
-    the input's.
-    """
-    norm = 1.0 / self.numel() if reduction == _MEAN else 1.0
-    negative = -target
-    # In C++ both live until their expression ends, the later one first.
-    product = negative * self
-    exponential = torch.exp(product)
-    del product, negative
-    made = torch.empty_like(exponential, dtype=self.dtype)
-    result = torch.mul(exponential, target, out=made).mul_(-norm)
-    exponential.add_(1)
-    return result.div_(exponential).mul_(grad_output)
-
-
 def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
     reductions.reduce(gpu, (elements,), (1,), dtype, None, reductions.SUMS)
 
@@ -210,10 +186,7 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
     "aten.ctc_loss.Tensor": _ctc_loss,
 }
 
-BELOW_AUTOGRAD: dict[str, Composite] = {
-    "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
-    "aten._ctc_loss_backward.default": _ctc_backward,
-}
+BELOW_AUTOGRAD: dict[str, Composite] = {"aten._ctc_loss_backward.default": _ctc_backward}
 
 RULES = {
     "_softmax _log_softmax": Rule(after=copies_of("self")),

@@ -93,12 +93,7 @@ def of_parts() -> Iterator[None]:
     torch hides it from a mode, and what resolves conjugates: in inference mode a mode sees every
     composite as one operator.
     """
-    hidden = _KEYS if passed.over else torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    if torch.is_inference_mode_enabled():
-        hidden = hidden | _LAZY
-    elif not passed.over:
-        yield
-        return
+    hidden = _LAZY | _KEYS if passed.over else _LAZY
     local = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(local[0], local[1] - hidden):
         yield
