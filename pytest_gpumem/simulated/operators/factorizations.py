@@ -316,7 +316,7 @@ def _eigenvalues(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
 
 def _keeps_vectors(matrices: Tensor) -> bool:
     """Return whether a gradient of the values needs vectors; on ``meta`` they are always made."""
-    return matrices.requires_grad and torch.is_grad_enabled() or is_dual(matrices)
+    return (matrices.requires_grad and torch.is_grad_enabled()) or is_dual(matrices)
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {

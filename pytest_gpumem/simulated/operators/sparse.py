@@ -6,9 +6,10 @@ product is sized by the library; it is left out, with a note of the simulation.
 
 Source: aten/src/ATen/native/sparse/SparseTensor.cpp (clone_sparse, copy_into_sparse, sparse_mask),
 SparseTensorMath.cpp (intersection_binary_op_sparse_dense_out, add_sparse, _sparse_mm,
-_sparse_addmm), FlattenIndicesCommon.h, SparseBinaryOpIntersectionCommon.h, cuda/SparseCUDATensor.cu (_coalesce_sparse_cuda) and
-SparseCUDATensorMath.cu (add_out_sparse_cuda, add_out_dense_sparse_cuda, addmm_sparse_dense_cuda,
-s_addmm_out_sparse_dense_cuda_worker, _to_csr_int), cuda/SparseBlasLegacy.cpp
+_sparse_addmm), FlattenIndicesCommon.h, SparseBinaryOpIntersectionCommon.h,
+cuda/SparseCUDATensor.cu (_coalesce_sparse_cuda) and SparseCUDATensorMath.cu (add_out_sparse_cuda,
+add_out_dense_sparse_cuda, addmm_sparse_dense_cuda, s_addmm_out_sparse_dense_cuda_worker,
+_to_csr_int), cuda/SparseBlasLegacy.cpp
 (s_addmm_out_csr_sparse_dense_cuda_worker), native/TensorConversions.cpp (dense_to_sparse,
 sparse_to_dense), native/TensorShape.cpp (transpose, sparse_transpose_),
 native/EmbeddingBag.cpp (_embedding_bag_sparse_backward, apply_bag_size_backward),
