@@ -154,7 +154,6 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
     """
     is_copied = func._schema.name == "aten::index_put"
     writes = "put" in func._schema.name
-    is_changed = func._schema.name.endswith("_")
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if (
@@ -167,7 +166,8 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
                 if is_copied:
                     copied = args[0].clone(memory_format=torch.preserve_format)
                     return torch.ops.aten.index_put_.default(copied, *args[1:], **kwargs)
-                if is_changed and not args[0].is_contiguous() and is_sorted(*args[2:4]):
+                in_place = func._schema.name.endswith("_") and is_sorted(*args[2:4])
+                if in_place and not args[0].is_contiguous():
                     whole = args[0].contiguous()
                     return args[0].copy_(func(whole, *args[1:], **kwargs))
                 indices = _expanded(args[1], args[0])

@@ -6,10 +6,10 @@ CUDA tensors (ATen/TensorIterator.cpp, compute_types; torch 2.6 to 2.15): here a
 Meta kernels that compare no devices (``mm``, ``gather``) return uninitialised memory for a tensor
 on ``meta`` beside CUDA tensors: that is refused here, too.
 
-Products, normalizations and some losses compare the types of their tensors
-(native/LinearAlgebra.cpp, cuda/Blas.cpp, cuda/layer_norm_kernel.cu, cuda/group_norm_kernel.cu,
-native/Loss.cpp, cuda/Loss.cu, cuda/NLLLoss2d.cu, cuda/MultiMarginLoss.cu). The types that each
-kernel is compiled for are not known here; on the dry device torch's own code refuses others.
+Products, normalizations and losses compare the types of their tensors (native/LinearAlgebra.cpp,
+Loss.cpp; of native/cuda Blas.cpp, Loss.cu, MultiMarginLoss.cu, NLLLoss2d.cu, layer_norm_kernel.cu,
+group_norm_kernel.cu). The types that a kernel is compiled for are not known here; on the dry device
+torch's own code refuses others.
 """
 
 from __future__ import annotations

@@ -126,9 +126,11 @@ def _reduced(
             _reduce_all(gpu, elements, result.dtype)
 
 
-def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
-    if reduction:
-        _reduce_all(gpu, self.numel(), result.dtype)
+def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> Iterator[Tensor]:
+    with Scratch(gpu, self.nbytes if reduction else 0):
+        yield result
+        if reduction:
+            _reduce_all(gpu, self.numel(), result.dtype)
 
 
 def _margin_of_rows(
@@ -205,10 +207,7 @@ RULES = {
     "log_sigmoid_forward": Rule(outputs=lambda result: result[:1]),
     "mse_loss smooth_l1_loss": Rule(outputs=_enlarged, after=partial(_reduced, False)),
     "binary_cross_entropy soft_margin_loss": Rule(outputs=_enlarged, after=partial(_reduced, True)),
-    "huber_loss": Rule(
-        before=lambda gpu, self, reduction: Scratch(gpu, self.nbytes if reduction else 0),
-        after=_huber,
-    ),
+    "huber_loss": Rule(outputs=_huber),
     "nll_loss_forward nll_loss_backward": Rule(after=copies_of("self", "target")),
     "nll_loss2d_forward": Rule(outputs=lambda result: result[::-1], after=_of_classes),
     "multi_margin_loss": Rule(after=_margin_of_rows),

@@ -9,7 +9,6 @@ those of torch 2.6 to 2.15; a name that a release does not have is passed over.
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 from pytest_gpumem.simulated.operators.rnn import flat_copies
-from pytest_gpumem.simulated.operators.rules import eligible
+from pytest_gpumem.simulated.operators.rules import eligible, within
 
 LOWER_PRECISION = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -78,22 +77,13 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 _LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate).add(torch._C.DispatchKey.Negative)
 
 
-class _Passed(threading.local):
-    over = False
-
-
-passed = _Passed()
-"""Whether autocast for CUDA is on, and has no kernel for the operator that runs."""
-
-
 @contextmanager
 def of_parts() -> Iterator[None]:
-    """Have autocast cast the parts of an operator that it has passed over, as in C++.
+    """Have autocast cast the parts of what it has passed over, and conjugates resolved, as in C++.
 
-    torch hides it from a mode, and what resolves conjugates: in inference mode a mode sees every
-    composite as one operator.
+    torch hides both from a mode.
     """
-    hidden = _LAZY | _KEYS if passed.over else _LAZY
+    hidden = _LAZY | _KEYS if within.passes_over else _LAZY
     local = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(local[0], local[1] - hidden):
         yield
@@ -204,7 +194,7 @@ class CastCache:
 
     def _kernel(self, policy: Policy, overload: Any) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS), having(passed, "over", False):
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS), having(within, "passes_over", False):
                 return policy(overload, args, kwargs)
 
         return kernel

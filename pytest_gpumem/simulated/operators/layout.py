@@ -179,7 +179,7 @@ _FORMATTED = {
     "aten::batch_norm_backward": 1,
     "aten::cudnn_batch_norm_backward": 0,
 }
-"""Operators whose first results have the format of an input, which is at this position."""
+"""Operators whose first results have the format of this operand, and without training none."""
 _OTHERS = frozenset({"aten.angle.default", "aten.clone.default", "aten.pow.Scalar"})
 """Pointwise operators whose results TensorIterator does not make, or not always."""
 
@@ -205,7 +205,6 @@ def strides_in_cpp(
     elif name in _PACKED:
         own = _packed(shape, range(len(shape) - 1, -1, -1))
     elif name in _FORMATTED:
-        # Without training they are contiguous (batch_norm_elementwise_backward_eval).
         format = suggested_format(operands[_FORMATTED[name]])
         is_last = format is not torch.contiguous_format and args[7] is not False
         own = _packed(shape, _ORDERS[len(shape)] if is_last else range(len(shape) - 1, -1, -1))

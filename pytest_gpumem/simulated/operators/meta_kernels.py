@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decompositions
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
@@ -52,11 +51,6 @@ def _loss(input: Tensor, target: Tensor, reduction: int = 1, *args: Any) -> Tens
     return input.new_empty(()) if reduction else torch.empty_like(input)
 
 
-def _binary(gradient: Tensor, input: Tensor, *args: Any) -> Tensor:
-    """Return a result like that of an operator of the two, in this order."""
-    return torch.add(gradient, input)
-
-
 def _unshuffled(image: Tensor, factor: int) -> Tensor:
     height, width = (image.unflatten(at, (-1, factor)).shape[at - 1] for at in (-2, -1))
     return image.new_empty((*image.shape[:-3], image.shape[-3] * factor**2, height, width))
@@ -70,33 +64,12 @@ def _angle(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype)
 
 
-def _unless_traced(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    formula: Callable[..., Any] = getattr(decompositions, name)
+def _of_loss(gradient: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a contiguous gradient; a compiler that traces sees the layout of torch's formula."""
+    if is_traced(input):
+        return torch.mul(input, gradient).to(input.dtype)
+    return _contiguous(gradient, input)
 
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        traced = any(isinstance(one, Tensor) and is_traced(one) for one in args)
-        return (formula if traced else kernel)(*args, **kwargs)
-
-    return gradient
-
-
-_LAYOUTS: dict[str, Callable[..., Any]] = {
-    name: _unless_traced(name, kernel)
-    for name, kernel in (
-        ("mse_loss_backward", _contiguous),
-        ("smooth_l1_loss_backward", _contiguous),
-        ("huber_loss_backward", _contiguous),
-        ("hardtanh_backward", _binary),
-    )
-}
-"""Gradients whose type or layout on CUDA differs from that of torch's formula, which ``meta`` runs.
-
-A compiler that traces sees the formula's, as it does on a GPU. Other layouts: ``layout.py``.
-
-Source: torch/_decomp/decompositions.py (the functions of the same names) of 2.8 to 2.15;
-aten/src/ATen/native/Loss.cpp (mse_loss_backward, huber_loss_backward, smooth_l1_loss_backward) and
-native/Activation.cpp (hardtanh_backward).
-"""
 
 WRONG: dict[str, Callable[..., Any]] = {
     "baddbmm.dtype": lambda added, a, b, out_dtype, **factors: a.new_empty(
@@ -106,7 +79,11 @@ WRONG: dict[str, Callable[..., Any]] = {
     "angle": _angle,
     "binary_cross_entropy": lambda x, y, weight=None, reduction=1: _loss(x, y, reduction),
     "copysign.Tensor": torch.true_divide,
+    "hardtanh_backward": lambda gradient, x, *_: torch.add(gradient, x),
     "huber_loss": _loss,
+    **dict.fromkeys(
+        "huber_loss_backward mse_loss_backward smooth_l1_loss_backward".split(), _of_loss
+    ),
     "normal.Tensor_Tensor": lambda mean, std, **_: mean.new_empty(
         torch.broadcast_shapes(mean.shape, std.shape)
     ),
@@ -115,19 +92,19 @@ WRONG: dict[str, Callable[..., Any]] = {
         exponents.shape, dtype=torch.result_type(base, exponents)
     ),
     "rrelu_with_noise": lambda x, *_, **__: _contiguous(x, x),
+    "smooth_l1_loss_backward": _of_loss,
     "soft_margin_loss": _loss,
     "view_copy": lambda x, size: x.new_empty(x.new_empty(x.shape).view(size).shape),
-    **_LAYOUTS,
 }
 """By overload: replacements of kernels of torch's that take the result's type for a factor, that
 read the device that a tensor on ``meta`` is a fake of, or whose layout is another than CUDA's.
 
 Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
 torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu,
-native/UnaryOps.cpp (angle), BinaryOps.cpp (copysign), Pow.cpp (pow of a number,
-contiguous), PixelShuffle.cpp, DistributionTemplates.h (normal_impl), Loss.cpp (huber_loss,
-soft_margin_loss), TensorShape.cpp (view_copy_symint), cuda/Loss.cu (binary_cross_entropy_cuda) and
-cuda/RreluWithNoise.cu.
+native/UnaryOps.cpp (angle), BinaryOps.cpp (copysign), Pow.cpp (pow of a number, contiguous),
+PixelShuffle.cpp, DistributionTemplates.h (normal_impl), Loss.cpp (huber_loss, soft_margin_loss),
+Activation.cpp (hardtanh_backward), TensorShape.cpp (view_copy_symint), cuda/Loss.cu
+(binary_cross_entropy_cuda) and cuda/RreluWithNoise.cu.
 """
 
 SHAPES: dict[str, Callable[..., Any]] = {
@@ -139,7 +116,8 @@ SHAPES: dict[str, Callable[..., Any]] = {
         each.new_empty(each.shape) for each in read[:2]
     ),
     **dict.fromkeys(
-        "_standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad binomial".split(),
+        "_standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad binomial glu_jvp "
+        "glu_backward_jvp".split(),
         _like_first,
     ),
     **dict.fromkeys(
@@ -147,7 +125,6 @@ SHAPES: dict[str, Callable[..., Any]] = {
         "fractional_max_pool3d_backward".split(),
         _contiguous,
     ),
-    **dict.fromkeys(("glu_jvp", "glu_backward_jvp"), _like_first),
     "geqrf": lambda matrix: (
         matrix.new_empty(matrix.mT.shape).mT,
         matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),

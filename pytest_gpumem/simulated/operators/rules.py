@@ -224,10 +224,12 @@ def _bound(
 
 class _Within(threading.local):
     in_place: dict[OpOverload, OpOverload] = {}  # noqa: RUF012 - never changed, but replaced
+    """In-place operators of the running composite, by those that it calls once for subclasses."""
+    passes_over = False
+    """Whether autocast for CUDA is on, and has no kernel for the operator that runs."""
 
 
 within = _Within()
-"""In-place operators of the running composite, by those that it calls once for subclasses."""
 CALLED_IN_PLACE: set[OpOverload] = set()
 """All operators that a composite may call in place."""
 

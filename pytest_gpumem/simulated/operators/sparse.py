@@ -242,8 +242,8 @@ def _sparse_mask(gpu: GPU, self: Tensor, mask: Tensor) -> Tensor:
     given = self._values()
     kept, values = indices.clone(), given.new_empty((count, *given.shape[1:]))
     del hashed
-    size = list(self.shape)
-    gpu.simulation.values.assign(values, _masked, self._indices(), given, indices, size)
+    given = self._indices(), given, indices, list(self.shape)
+    gpu.simulation.values.assign(values, _masked, *given)
     return _made(kept, values, mask)
 
 

