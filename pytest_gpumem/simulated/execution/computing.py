@@ -95,7 +95,8 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
                 if fresh:
                     result = laid_out(func, args, kwargs, result)
                 elif before and before != [one.shape for one in raw.tensors_in(kwargs)]:
-                    if (strides := strides_in_cpp(func, args, kwargs, result)) is not None:
+                    strides = strides_in_cpp(func, args, kwargs, result)
+                    if strides is not None:
                         result.as_strided_(result.shape, strides)
             except BaseException:
                 if call is not None:

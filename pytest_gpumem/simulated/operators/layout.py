@@ -191,8 +191,7 @@ def strides_in_cpp(
 
     Gradients by Python's formulas have the layout of what they are multiplied by; CUDA's kernels
     allocate the result before. Source of those: native/cuda/layer_norm_kernel.cu, Normalization.cu
-    and .cuh, Activation.cpp (glu_backward_cuda), native/cudnn/BatchNorm.cpp, native/SoftMax.cpp
-    (log_softmax_backward_data) and Activation.cpp, as seen on the dry device with torch 2.15.
+    and .cuh, Activation.cpp, native/cudnn/BatchNorm.cpp, native/SoftMax.cpp, Activation.cpp.
     """
     if not isinstance(result, torch.Tensor) or result.dim() < 2:
         return None
