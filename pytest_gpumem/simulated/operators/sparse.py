@@ -242,8 +242,7 @@ def _sparse_mask(gpu: GPU, self: Tensor, mask: Tensor) -> Tensor:
     given = self._values()
     kept, values = indices.clone(), given.new_empty((count, *given.shape[1:]))
     del hashed
-    given = self._indices(), given, indices, list(self.shape)
-    gpu.simulation.values.assign(values, _masked, *given)
+    gpu.simulation.values.assign(values, _masked, self._indices(), given, indices, list(self.shape))
     return _made(kept, values, mask)
 
 
