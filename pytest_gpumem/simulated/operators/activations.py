@@ -90,9 +90,10 @@ def _of_halves(
 ) -> Tensor:
     """Run ``softmax(input, dim, dtype)``: one kernel from float16 to float32, else after a cast.
 
-    The formula of its tangent multiplies in place (FunctionsManual.cpp, logsumexp_jvp).
+    Its tangent multiplies in place (FunctionsManual.cpp, logsumexp_jvp); autograd keeps a copy.
     """
-    with having(within, "in_place", dict(_OF_TANGENT) if is_dual(self) else {}):
+    in_place = is_dual(self) and not (self.requires_grad and torch.is_grad_enabled())
+    with having(within, "in_place", dict(_OF_TANGENT) if in_place else {}):
         if dtype is torch.float32 and self.dtype is torch.float16:
             return kernel(self, dim, True)
         return whole(self, dim, dtype)
