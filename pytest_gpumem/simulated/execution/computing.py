@@ -91,7 +91,12 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
                 elif takes_lists and key is not None:
                     result = run_by_kinds(run, key, args, kwargs)
                 else:
-                    result = run(func, args, kwargs)
+                    given = args
+                    on_gpu = before and all(map(raw.is_meta, raw.tensors_in(kwargs)))
+                    if on_gpu and isinstance(args[0], torch.Tensor) and not args[0].dim():
+                        # A number of the host would take the result there.
+                        given = (args[0].to(raw.META), *args[1:])
+                    result = run(func, given, kwargs)
                 if fresh:
                     result = laid_out(func, args, kwargs, result)
                 elif before and before != [one.shape for one in raw.tensors_in(kwargs)]:

@@ -79,10 +79,7 @@ _LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate).add(torch._C.Dis
 
 @contextmanager
 def of_parts() -> Iterator[None]:
-    """Have autocast cast the parts of what it has passed over, and conjugates resolved, as in C++.
-
-    torch hides both from a mode.
-    """
+    """Have autocast cast parts of what it has passed over, and conjugates resolved, as in C++."""
     hidden = _LAZY | _KEYS if within.passes_over else _LAZY
     local = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(local[0], local[1] - hidden):

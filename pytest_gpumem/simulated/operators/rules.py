@@ -250,10 +250,7 @@ def with_in_place(composite: OpOverload, operators: Mapping[OpOverload, OpOverlo
 
 
 def is_dual(*values: Any) -> bool:
-    """Return whether a tensor among ``values`` has a tangent of forward mode.
-
-    Those of torch.func do not count: formulas take their wrappers for subclasses, as here.
-    """
+    """Return whether a tensor has a tangent of forward mode, and is no wrapper of torch.func."""
     return forward_ad._current_level >= 0 and any(
         isinstance(one, Tensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(one)
