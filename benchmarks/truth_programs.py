@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -314,6 +315,29 @@ def tangents() -> Any:
     return torch.func.jvp(torch.func.grad(value), (given,), (given,))
 
 
+def tangents_of_duals() -> Any:
+    """Tangents of layers, outside of torch.func."""
+    net = nn.Sequential(nn.Linear(64, 256), nn.GLU(), nn.Linear(128, 64)).cuda()
+    net.requires_grad_(False)
+    given = torch.randn(32, 64, device="cuda")
+    with forward_ad.dual_level():
+        scores = net(forward_ad.make_dual(given, torch.ones_like(given)))
+        weight = forward_ad.make_dual(net[0].weight, given.new_ones(256, 64))
+        other = F.linear(scores, weight).log_softmax(-1)
+        return forward_ad.unpack_dual(scores.softmax(-1)), forward_ad.unpack_dual(other)
+
+
+def composites_in_inference() -> Any:
+    """Autocast casts the parts of operators that it has no kernel for."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding="same"), nn.Conv2d(8, 8, 4, padding="same"), nn.Flatten()
+    ).cuda()
+    with torch.inference_mode(), torch.autocast("cuda", BF16):
+        rows = net(torch.randn(4, 3, 9, 9, device="cuda"))
+        loss = F.cross_entropy(rows, torch.zeros(4, dtype=torch.long, device="cuda"))
+        return loss, torch.cov(rows), torch.linalg.matrix_power(rows[:, :4], 3)
+
+
 def packed_sequences() -> Any:
     """Steps of padded sequences are copied, then joined."""
     net = nn.LSTM(64, 64, batch_first=True).cuda()
@@ -383,6 +407,8 @@ _PROGRAMS: tuple[Callable[[], Any], ...] = (
     sorted_scores,
     gradients_of_functions,
     tangents,
+    tangents_of_duals,
+    composites_in_inference,
     packed_sequences,
     copied_and_averaged,
     penalty_through_a_norm,

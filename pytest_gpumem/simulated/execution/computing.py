@@ -32,6 +32,7 @@ from pytest_gpumem.simulated.machine.placement import source_of_node
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_out
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, tables, transfers
+from pytest_gpumem.simulated.operators.layout import strides_in_cpp
 from pytest_gpumem.simulated.operators.rules import BoundRule, Call, on_machine
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
@@ -82,6 +83,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
         if make is NEW and is_checked and runner.check_placement(func, args, kwargs):
             return runner.run_elsewhere(func, args, kwargs)
         call = None if rule is None else Call(rule, device, args, kwargs)
+        before = [one.shape for one in raw.tensors_in(kwargs)] if resizes else None
         if make is NEW or make is None:
             try:
                 if call is not None and is_shaped:
@@ -89,9 +91,18 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
                 elif takes_lists and key is not None:
                     result = run_by_kinds(run, key, args, kwargs)
                 else:
-                    result = run(func, args, kwargs)
+                    given = args
+                    on_gpu = before and all(map(raw.is_meta, raw.tensors_in(kwargs)))
+                    if on_gpu and isinstance(args[0], torch.Tensor) and not args[0].dim():
+                        # A number of the host would take the result there.
+                        given = (args[0].to(raw.META), *args[1:])
+                    result = run(func, given, kwargs)
                 if fresh:
                     result = laid_out(func, args, kwargs, result)
+                elif before and before != [one.shape for one in raw.tensors_in(kwargs)]:
+                    strides = strides_in_cpp(func, args, kwargs, result)
+                    if strides is not None:
+                        result.as_strided_(result.shape, strides)
             except BaseException:
                 if call is not None:
                     call.free_before()

@@ -33,7 +33,7 @@ from pytest_gpumem.simulated.machine.signatures import (
     is_out,
 )
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import below_autograd, tables
+from pytest_gpumem.simulated.operators import autocast, below_autograd, tables
 from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.rules import Call, decompose, on_machine
 from pytest_gpumem.values.errors import UnknownValueError
@@ -318,7 +318,7 @@ def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         # Under inference_mode composites arrive whole: the mode has to see their operators.
-        with runner.mode:
+        with runner.mode, autocast.of_parts():
             return implementation(*args, **kwargs)
 
     return placement_noting(runner, handle)

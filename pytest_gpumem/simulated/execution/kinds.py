@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import comparisons, rnn, sparse, tables, transfers
-from pytest_gpumem.simulated.operators.indexing import is_masked_fill
+from pytest_gpumem.simulated.operators.indexing import is_masked_fill, is_sorted
 from pytest_gpumem.simulated.operators.sparse import is_sparse
 from pytest_gpumem.values.errors import UnknownValueError
 
@@ -149,8 +149,8 @@ def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
 def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
     """Return a handler of indexing by masks, which CUDA first turns into indices.
 
-    Source: aten/src/ATen/native/IndexingUtils.h (expandTensors); ``index_put`` changes a copy
-    (native/TensorAdvancedIndexing.cpp).
+    Source: aten/src/ATen/native/IndexingUtils.h (expandTensors); ``index_put`` changes a copy,
+    and what sorts its indices a contiguous one before (native/TensorAdvancedIndexing.cpp).
     """
     is_copied = func._schema.name == "aten::index_put"
     writes = "put" in func._schema.name
@@ -166,6 +166,10 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
                 if is_copied:
                     copied = args[0].clone(memory_format=torch.preserve_format)
                     return torch.ops.aten.index_put_.default(copied, *args[1:], **kwargs)
+                in_place = func._schema.name.endswith("_") and is_sorted(*args[2:4])
+                if in_place and not args[0].is_contiguous():
+                    whole = args[0].contiguous()
+                    return args[0].copy_(func(whole, *args[1:], **kwargs))
                 indices = _expanded(args[1], args[0])
             args = (args[0], indices, *args[2:])
         return handler(args, kwargs)

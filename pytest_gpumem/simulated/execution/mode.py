@@ -137,7 +137,7 @@ def in_place(func: Any, handler: Handler, run: Callable[[Any, Args, Kwargs], Any
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if func in within.in_place:
-            return run(within.in_place[func], args, kwargs)
+            return run(within.in_place.pop(func), args, kwargs)
         # Two frames up is the operator's caller.
         if in_formula(sys._getframe(2)):
             node = torch._C._current_autograd_node().name()

@@ -6,9 +6,10 @@ CUDA tensors (ATen/TensorIterator.cpp, compute_types; torch 2.6 to 2.15): here a
 Meta kernels that compare no devices (``mm``, ``gather``) return uninitialised memory for a tensor
 on ``meta`` beside CUDA tensors: that is refused here, too.
 
-Products and normalizations compare the types of their tensors (native/LinearAlgebra.cpp,
-cuda/Blas.cpp, cuda/layer_norm_kernel.cu, cuda/group_norm_kernel.cu). The types that each kernel
-is compiled for are not known here; on the dry device torch's own code refuses others.
+Products, normalizations and losses compare the types of their tensors (native/LinearAlgebra.cpp,
+Loss.cpp; of native/cuda Blas.cpp, Loss.cu, MultiMarginLoss.cu, NLLLoss2d.cu, layer_norm_kernel.cu,
+group_norm_kernel.cu). The types that a kernel is compiled for are not known here; on the dry device
+torch's own code refuses others.
 """
 
 from __future__ import annotations
@@ -126,6 +127,12 @@ _SAME = {
     "_grouped_mm": "self mat2",
     "native_layer_norm": "input weight bias",
     "native_group_norm": "input weight bias",
+    "binary_cross_entropy": "self target",
+    "binary_cross_entropy_backward": "grad_output self target",
+    "huber_loss_backward": "grad_output self target",
+    "multi_margin_loss": "self weight",
+    "nll_loss_forward": "self weight",
+    "nll_loss2d_forward": "self weight",
 }
 """By operator: arguments whose types have to be equal, unless ``out_dtype`` is given."""
 

@@ -27,16 +27,20 @@ import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for
 
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import (
+    CALLED_IN_PLACE,
     Composite,
     Rule,
     Scratch,
     borrow,
     copies_of,
     decompose,
+    is_dual,
+    within,
 )
 
 _aten = torch.ops.aten
@@ -84,32 +88,19 @@ def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
 def _of_halves(
     whole: _Softmax, kernel: _Softmax, self: Tensor, dim: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """Run ``softmax(input, dim, dtype)``: one kernel from float16 to float32, else after a cast."""
-    if dtype is torch.float32 and self.dtype is torch.float16:
-        return kernel(self, dim, True)
-    return whole(self, dim, dtype)
+    """Run ``softmax(input, dim, dtype)``: one kernel from float16 to float32, else after a cast.
 
-
-_MEAN = 1
-"""at::Reduction."""
-
-
-def soft_margin_loss_backward(
-    grad_output: Tensor, self: Tensor, target: Tensor, reduction: int
-) -> Tensor:
-    """Run ``aten::soft_margin_loss_backward`` as its native function computes it.
-
-    On ``meta`` that gives the gradient of a transposed input another layout.
+    Its tangent multiplies in place (FunctionsManual.cpp, logsumexp_jvp); autograd keeps a copy.
     """
-    norm = 1.0 / self.numel() if reduction == _MEAN else 1.0
-    negative = -target
-    # In C++ both live until their expression ends, the later one first.
-    product = negative * self
-    exponential = torch.exp(product)
-    del product, negative
-    result = (target * exponential).mul_(-norm)
-    exponential.add_(1)
-    return result.div_(exponential).mul_(grad_output)
+    in_place = is_dual(self) and not (self.requires_grad and torch.is_grad_enabled())
+    with having(within, "in_place", dict(_OF_TANGENT) if in_place else {}):
+        if dtype is torch.float32 and self.dtype is torch.float16:
+            return kernel(self, dim, True)
+        return whole(self, dim, dtype)
+
+
+_OF_TANGENT = {_aten.mul.Tensor: _aten.mul_.Tensor}
+CALLED_IN_PLACE.update(_OF_TANGENT)
 
 
 def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
@@ -136,9 +127,11 @@ def _reduced(
             _reduce_all(gpu, elements, result.dtype)
 
 
-def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
-    if reduction:
-        _reduce_all(gpu, self.numel(), result.dtype)
+def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> Iterator[Tensor]:
+    with Scratch(gpu, self.nbytes if reduction else 0):
+        yield result
+        if reduction:
+            _reduce_all(gpu, self.numel(), result.dtype)
 
 
 def _margin_of_rows(
@@ -196,10 +189,7 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
     "aten.ctc_loss.Tensor": _ctc_loss,
 }
 
-BELOW_AUTOGRAD: dict[str, Composite] = {
-    "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
-    "aten._ctc_loss_backward.default": _ctc_backward,
-}
+BELOW_AUTOGRAD: dict[str, Composite] = {"aten._ctc_loss_backward.default": _ctc_backward}
 
 RULES = {
     "_softmax _log_softmax": Rule(after=copies_of("self")),
@@ -218,10 +208,7 @@ RULES = {
     "log_sigmoid_forward": Rule(outputs=lambda result: result[:1]),
     "mse_loss smooth_l1_loss": Rule(outputs=_enlarged, after=partial(_reduced, False)),
     "binary_cross_entropy soft_margin_loss": Rule(outputs=_enlarged, after=partial(_reduced, True)),
-    "huber_loss": Rule(
-        before=lambda gpu, self, reduction: Scratch(gpu, self.nbytes if reduction else 0),
-        after=_huber,
-    ),
+    "huber_loss": Rule(outputs=_huber),
     "nll_loss_forward nll_loss_backward": Rule(after=copies_of("self", "target")),
     "nll_loss2d_forward": Rule(outputs=lambda result: result[::-1], after=_of_classes),
     "multi_margin_loss": Rule(after=_margin_of_rows),

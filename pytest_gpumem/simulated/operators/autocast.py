@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from pytest_gpumem.allocator.releases import Version
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 from pytest_gpumem.simulated.operators.rnn import flat_copies
-from pytest_gpumem.simulated.operators.rules import eligible, outer
+from pytest_gpumem.simulated.operators.rules import eligible, within
 
 LOWER_PRECISION = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -47,10 +48,6 @@ FLOAT32 = """
 """``linalg_matrix_sqrth`` came with 2.15: the header does not list it, but the release has a kernel
 for it, and float32 is the only one of the two types that its implementation accepts."""
 
-_WHOLE = [f"{name}.vec" for name in FLOAT32 if "upsample_" in name]
-"""Composites that ``interpolate`` calls, whose one part torch casts for. In inference mode they
-reach the simulation as they are, below autocast."""
-
 FLOAT32_OUTPUT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
@@ -70,10 +67,6 @@ PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()
 
-_CALLING = (
-    "convolution_backward _thnn_fused_gru_cell_backward _thnn_fused_lstm_cell_backward_impl".split()
-)
-
 BANNED = ("binary_cross_entropy",)
 
 Policy = Callable[[Any, Args, Kwargs], Any]
@@ -81,6 +74,16 @@ Policy = Callable[[Any, Args, Kwargs], Any]
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
 _KEYS = torch._C.DispatchKeySet(_KEY)
+_LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate).add(torch._C.DispatchKey.Negative)
+
+
+@contextmanager
+def of_parts() -> Iterator[None]:
+    """Have autocast cast parts of what it has passed over, and conjugates resolved, as in C++."""
+    hidden = _LAZY | _KEYS if within.passes_over else _LAZY
+    local = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(local[0], local[1] - hidden):
+        yield
 
 
 class CastCache:
@@ -105,14 +108,12 @@ class CastCache:
             warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
             for names, policy in (
                 (LOWER_PRECISION, self._run),
-                ([*FLOAT32, *_WHOLE], partial(self._run, dtype=torch.float32)),
+                (FLOAT32, partial(self._run, dtype=torch.float32)),
                 (FLOAT32_OUTPUT, self._float32_output),
                 (FLOAT32_NORMS, self._float32_norm),
                 (PROMOTE, self._promote),
                 (["_cudnn_rnn"], self._recurrent),
                 (BANNED, self._banned),
-                # Not cast itself, but its C++ calls others that are.
-                (_CALLING, self._outer),
             ):
                 for name in names:
                     overload = overload_of(name)
@@ -190,7 +191,7 @@ class CastCache:
 
     def _kernel(self, policy: Policy, overload: Any) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS), having(within, "passes_over", False):
                 return policy(overload, args, kwargs)
 
         return kernel
@@ -227,17 +228,8 @@ class CastCache:
         held = weight[0] if buffer is None else buffer
         if eligible(held) and held.dtype != torch.float16:
             buffer, weight = flat_copies(weight, per_layer, torch.float16)
-        cell = self._cast(cx, torch.float16)
-        hidden = self._cast(hx, torch.float16)
-        given = self._cast(input, torch.float16)
-        return overload(given, weight, per_layer, buffer, hidden, cell, *rest)
-
-    def _outer(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
-        outer.depth += 1
-        try:
-            return overload(*args, **kwargs)
-        finally:
-            outer.depth -= 1
+        casts = [self._cast(one, torch.float16) for one in (cx, hx, input)]  # the last dies first
+        return overload(casts[2], weight, per_layer, buffer, casts[1], casts[0], *rest)
 
     def _banned(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         raise RuntimeError(

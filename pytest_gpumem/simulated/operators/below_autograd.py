@@ -3,7 +3,7 @@
 They have no kernel of CUDA's own: CompositeExplicitAutograd in native_functions.yaml, or one of
 CPU and CUDA, where ``meta`` has a kernel only for the shape of the result. Source:
 aten/src/ATen/native/Distance.cpp (_euclidean_dist, which cdist_impl takes for more than 25 rows),
-AffineGridGenerator.cpp, Loss.cpp (binary_cross_entropy_with_logits),
+AffineGridGenerator.cpp, Loss.cpp (binary_cross_entropy_with_logits, soft_margin_loss_backward),
 ReduceOps.cpp (dist, logsumexp), BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma), PackedSequence.cpp,
 TensorAdvancedIndexing.cpp (_unsafe_masked_index, masked_scatter_backward), TensorCompare.cpp
 (isinf), Linear.cpp (_trilinear), LinearAlgebra.cpp (addbmm, _linalg_det_out, _linalg_slogdet_out,
@@ -47,7 +47,7 @@ _BUILT = """
     convolution_backward.default dist.default isinf.default ldexp.Tensor ldexp_.default
     linalg_matrix_sqrth.default linalg_pinv.atol_rtol_tensor linalg_polar.default linalg_polar.out
     logsumexp.default logsumexp.out masked_scatter_backward.default mvlgamma.default
-    mvlgamma_.default
+    mvlgamma_.default soft_margin_loss_backward.default soft_margin_loss_backward.grad_input
 """.split()
 
 _KEYS = (

@@ -69,7 +69,7 @@ def numbers_of(tensors: Sequence[Tensor], dim: int, num_chunks: int, itemsize: i
 def _roll(self: Tensor, shifts: Sequence[int], dims: Sequence[int]) -> Tensor:
     if len(dims) != 1:
         return _aten.roll.default._op_dk(torch._C.DispatchKey.CPU, self, shifts, dims)  # type: ignore[no-any-return]  # an operator
-    return torch.empty_like(self.contiguous())
+    return torch.empty_like(self.contiguous(), memory_format=torch.contiguous_format)
 
 
 BELOW_AUTOGRAD: dict[str, Composite] = {"aten.roll.default": _roll}

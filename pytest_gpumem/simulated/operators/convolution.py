@@ -28,7 +28,7 @@ from pytest_gpumem.simulated.operators.convolution_choice import (
     kernel_of,
 )
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Scratch, sums_in_float32
+from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Scratch
 
 _Sizes = Sequence[int]
 
@@ -282,10 +282,8 @@ def _empty(shape: _Sizes, like: Tensor, memory_format: torch.memory_format) -> T
 
 
 def _bias_gradient(grad_output: Tensor) -> Tensor:
-    dims = [0, *range(2, grad_output.dim())]
     # Where autocast casts the sum, the engine casts the gradient back.
-    dtype = torch.float32 if sums_in_float32(grad_output) else None
-    return grad_output.sum(dims, dtype=dtype)
+    return grad_output.sum([0, *range(2, grad_output.dim())])
 
 
 def _depthwise_forward(

@@ -259,4 +259,6 @@ class SlowConvolution:
 
 
 def _summed(grad_output: Tensor) -> Tensor:
-    return grad_output.sum([0, *range(2, grad_output.dim())])
+    """Return what C++ sums into a bias of its own, so that autocast does not cast it."""
+    dims = [0, *range(2, grad_output.dim())]
+    return grad_output.sum(dims, dtype=grad_output.dtype)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.libraries import leave_out, solve_with
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, is_dual
 
 _aten = torch.ops.aten
 
@@ -180,7 +180,8 @@ def _orthogonal(gpu: GPU, A: Tensor, mode: str, result: tuple[Tensor, Tensor]) -
 
 def _from_reflections(gpu: GPU, input: Tensor, tau: Tensor) -> None:
     if tau.shape[-1] and input.numel():
-        _made_of_reflections(gpu, "linalg_householder_product", input, tau.shape[-1])
+        with Scratch(gpu, *copied(tau)):
+            _made_of_reflections(gpu, "linalg_householder_product", input, tau.shape[-1])
 
 
 def _multiplied(gpu: GPU, self: Tensor, input2: Tensor) -> None:
@@ -315,7 +316,7 @@ def _eigenvalues(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
 
 def _keeps_vectors(matrices: Tensor) -> bool:
     """Return whether a gradient of the values needs vectors; on ``meta`` they are always made."""
-    return matrices.requires_grad and torch.is_grad_enabled()
+    return (matrices.requires_grad and torch.is_grad_enabled()) or is_dual(matrices)
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {

@@ -25,7 +25,14 @@ from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE, count_set
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, decompose
+from pytest_gpumem.simulated.operators.rules import (
+    Composite,
+    Rule,
+    Scratch,
+    borrow,
+    copies_of,
+    decompose,
+)
 
 _aten = torch.ops.aten
 _FLAGS = frozenset({torch.bool, torch.uint8})
@@ -91,7 +98,7 @@ def _before_index_put(
         return None
     given = _given(gpu, indices)
     scratch = Scratch(gpu, values.element_size() if _is_number(storages, values) else 0)
-    return scratch if _is_sorted(values, accumulate) else _converted(scratch, given)
+    return scratch if is_sorted(values, accumulate) else _converted(scratch, given)
 
 
 def _is_number(storages: Storages, values: Tensor) -> bool:
@@ -108,7 +115,8 @@ def is_masked_fill(
     return is_mask and not accumulate and _is_number(storages, values)
 
 
-def _is_sorted(values: Tensor, accumulate: bool) -> bool:
+def is_sorted(values: Tensor, accumulate: bool = False) -> bool:
+    """Return whether an index_put sorts its indices: for the same sums each time."""
     return accumulate or (torch.are_deterministic_algorithms_enabled() and values.numel() > 1)
 
 
@@ -142,7 +150,7 @@ def _put_sorted(
     # It is not known which elements a mask selects, and so not how many indices there are.
     if not given or any(index.dtype in _FLAGS for index in given):
         return
-    if not _is_sorted(values, accumulate):
+    if not is_sorted(values, accumulate):
         return
     scratch = Scratch(gpu, *copied(self))
     widened = [
@@ -258,13 +266,17 @@ def _made_twice(gpu: GPU, result: Tensor) -> Iterator[Tensor]:
         yield result
 
 
-def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
-    """Allocate for the check that lengths are not negative, and add up to the whole."""
-    if lengths is None or unsafe:
-        return
-    borrow(gpu, lengths.element_size())
-    rows = max(lengths.numel() // max(lengths.shape[-1], 1), 1)
-    borrow(gpu, rows * INDEX_BYTES, rows, 1)
+def _before_segments(
+    gpu: GPU, data: Tensor, lengths: Tensor | None, offsets: Tensor | None, unsafe: bool
+) -> Scratch:
+    """Copy; allocate for the check that lengths are not negative, and add up to the whole."""
+    copies = Scratch(gpu, *copied(data))
+    if offsets is None and lengths is not None and not unsafe:
+        borrow(gpu, lengths.element_size())
+        rows = max(lengths.numel() // max(lengths.shape[-1], 1), 1)
+        borrow(gpu, rows * INDEX_BYTES, rows, 1)
+    copies.take(*copied(lengths if offsets is None else offsets))
+    return copies
 
 
 def _segments(
@@ -334,6 +346,8 @@ RULES = {
     "scatter_reduce scatter_reduce_": Rule(after=_scattered_mean),
     "index_reduce index_reduce_": Rule(after=_mean_by_index),
     "segment_reduce": Rule(before=_before_segments, after=_segments),
-    "_segment_reduce_backward": Rule(after=_segments),
+    "_segment_reduce_backward": Rule(
+        before=copies_of("grad", "output", "data", "lengths", "offsets"), after=_segments
+    ),
     "unfold_backward": Rule(after=_unfold_backward),
 }

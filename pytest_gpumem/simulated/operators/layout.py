@@ -161,15 +161,25 @@ _ALIKE = frozenset(
     f"aten::{name}"
     for name in (
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-        *("randint_like", "flip", "native_dropout", "sort"),
+        *("randint_like", "flip", "native_dropout", "sort", "hardswish_backward", "elu_backward"),
     )
 )
 """Operators whose (first) results have the strides of their first argument, where that is dense."""
 
 _PACKED = frozenset(
-    f"aten::{name}" for name in ("masked_fill", "tril", "triu", "native_layer_norm")
+    f"aten::{name}"
+    for name in (
+        *("masked_fill", "tril", "triu", "native_layer_norm", "native_layer_norm_backward"),
+        *("glu_backward", "_log_softmax_backward_data"),
+    )
 )
 """Operators whose (first) results are contiguous."""
+_FORMATTED = {
+    "aten::native_batch_norm_backward": 1,
+    "aten::batch_norm_backward": 1,
+    "aten::cudnn_batch_norm_backward": 0,
+}
+"""Operators whose first results have the format of this operand, and without training none."""
 _OTHERS = frozenset({"aten.angle.default", "aten.clone.default", "aten.pow.Scalar"})
 """Pointwise operators whose results TensorIterator does not make, or not always."""
 
@@ -177,7 +187,12 @@ _OTHERS = frozenset({"aten.angle.default", "aten.clone.default", "aten.pow.Scala
 def strides_in_cpp(
     func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
 ) -> tuple[int, ...] | None:
-    """Return the strides of ``result`` in C++; ``None`` where Python's kernel gives the same."""
+    """Return the strides of ``result`` in C++; ``None`` where Python's kernel gives the same.
+
+    Gradients by Python's formulas have the layout of what they are multiplied by; CUDA's kernels
+    allocate the result before. Source of those: native/cuda/layer_norm_kernel.cu, Normalization.cu
+    and .cuh, Activation.cpp, native/cudnn/BatchNorm.cpp, native/SoftMax.cpp, Activation.cpp.
+    """
     if not isinstance(result, torch.Tensor) or result.dim() < 2:
         return None
     shape, name = tuple(result.shape), func._schema.name
@@ -188,6 +203,10 @@ def strides_in_cpp(
         own = operands[0].stride() if is_dense(operands[0]) else result.stride()
     elif name in _PACKED:
         own = _packed(shape, range(len(shape) - 1, -1, -1))
+    elif name in _FORMATTED:
+        format = suggested_format(operands[_FORMATTED[name]])
+        is_last = format is not torch.contiguous_format and args[7] is not False
+        own = _packed(shape, _ORDERS[len(shape)] if is_last else range(len(shape) - 1, -1, -1))
     elif name in _BESIDE_NUMBERS or (torch.Tag.pointwise in func.tags and str(func) not in _OTHERS):
         beside_number = name in _BESIDE_NUMBERS and len(operands) < len(args)
         own = elementwise_strides(shape, operands, beside_number=beside_number)

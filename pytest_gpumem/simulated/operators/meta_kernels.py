@@ -2,8 +2,8 @@
 
 Source: the allocations of each operator's CUDA function (aten/src/ATen/native/cuda/
 MultiMarginLoss.cu, MultiLabelMarginCriterion.cu, Distributions.cpp, native/cudnn/GridSampler.cpp,
-native/BatchLinearAlgebra.cpp (geqrf), native/quantized/cuda and
-native/quantized/FakeQuantPerTensorAffine.cpp).
+native/BatchLinearAlgebra.cpp (geqrf), native/Activation.cpp (glu_jvp, glu_backward_jvp),
+native/quantized/cuda and native/quantized/FakeQuantPerTensorAffine.cpp).
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decompositions
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
 from pytest_gpumem.simulated.common.raw import META
-from pytest_gpumem.simulated.operators.layout import accumulated, suggested_format
-from pytest_gpumem.simulated.operators.rules import Gradients, is_traced
+from pytest_gpumem.simulated.operators.layout import accumulated
+from pytest_gpumem.simulated.operators.rules import is_traced
 
 _aten = torch.ops.aten
 
@@ -32,30 +31,6 @@ def _compressed(matrix: Tensor) -> Tensor:
     """Return half of the values with their places (cuSPARSELtOps.cpp: compression_factor)."""
     rows, columns = matrix.shape
     return matrix.new_empty((rows, columns * (10 if matrix.itemsize == 1 else 9) // 16))
-
-
-def layer_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
-    """Return contiguous gradients."""
-    given = zip((input, *args[-3:-1]), args[-1], strict=True)
-    first, *others = (
-        _contiguous(tensor, tensor) if asked and tensor is not None else None
-        for tensor, asked in given
-    )
-    return first, others[0], others[1]
-
-
-def cudnn_batch_norm(input: Tensor, grad_output: Tensor, weight: Tensor, *args: Any) -> Gradients:
-    """Return gradients in the input's format."""
-    gradient = torch.empty_like(input, memory_format=suggested_format(input))
-    return gradient, torch.empty_like(weight), torch.empty_like(weight)
-
-
-def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
-    """Return gradients in the input's format."""
-    gradient, *others = decompositions.native_batch_norm_backward(grad_out, input, *args)
-    if gradient is not None:
-        gradient = torch.empty_like(input, memory_format=suggested_format(input))
-    return gradient, others[0], others[1]
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: list[int], *args: Any) -> Any:
@@ -71,19 +46,14 @@ def _contiguous(gradient: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> T
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-def _binary(gradient: Tensor, input: Tensor, *args: Any) -> Tensor:
-    """Return a result like that of an operator of the two, in this order."""
-    return torch.add(gradient, input)
+def _loss(input: Tensor, target: Tensor, reduction: int = 1, *args: Any) -> Tensor:
+    """Return a loss of the input's type, whatever the target's is; by default it is reduced."""
+    return input.new_empty(()) if reduction else torch.empty_like(input)
 
 
 def _unshuffled(image: Tensor, factor: int) -> Tensor:
     height, width = (image.unflatten(at, (-1, factor)).shape[at - 1] for at in (-2, -1))
     return image.new_empty((*image.shape[:-3], image.shape[-3] * factor**2, height, width))
-
-
-def log_softmax(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    """Return a contiguous gradient."""
-    return grad_output.new_empty(grad_output.shape, dtype=input_dtype)
 
 
 def _angle(tensor: Tensor) -> Tensor:
@@ -94,46 +64,12 @@ def _angle(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, dtype=dtype)
 
 
-def _unless_traced(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    formula: Callable[..., Any] = getattr(decompositions, name)
+def _of_loss(gradient: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a contiguous gradient; a compiler that traces sees the layout of torch's formula."""
+    if is_traced(input):
+        return torch.mul(input, gradient).to(input.dtype)
+    return _contiguous(gradient, input)
 
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        traced = any(isinstance(one, Tensor) and is_traced(one) for one in args)
-        return (formula if traced else kernel)(*args, **kwargs)
-
-    return gradient
-
-
-_LAYOUTS: dict[str, Callable[..., Any]] = {
-    name: _unless_traced(name, kernel)
-    for name, kernel in (
-        ("native_layer_norm_backward", layer_norm),
-        ("native_batch_norm_backward", batch_norm),
-        ("cudnn_batch_norm_backward", cudnn_batch_norm),
-        ("mse_loss_backward", _contiguous),
-        ("smooth_l1_loss_backward", _contiguous),
-        ("huber_loss_backward", _contiguous),
-        ("glu_backward", _contiguous),
-        ("hardtanh_backward", _binary),
-        ("_log_softmax_backward_data", log_softmax),
-        ("hardswish_backward", _like_first),
-        ("elu_backward", _like_first),
-    )
-}
-"""Gradients whose layout on CUDA differs from that of torch's formula, which ``meta`` runs.
-
-That formula has the layout of the gradient it is given, or of what it is multiplied by; CUDA's
-kernels allocate the result before. A compiler that traces sees the formula's, as it does on a GPU.
-Each is seen on the dry device, 2.15, with gradients and inputs that are transposed, or have their
-channels last, and that are not.
-
-Source: torch/_decomp/decompositions.py (the functions of the same names) of 2.8 to 2.15;
-aten/src/ATen/native/cuda/layer_norm_kernel.cu (layer_norm_backward_cuda), Normalization.cuh
-(batch_norm_backward_cuda_template), native/cudnn/BatchNorm.cpp (cudnn_batch_norm_backward),
-cuda/Activation.cpp (glu_backward_cuda), native/Loss.cpp (mse_loss_backward, huber_loss_backward,
-smooth_l1_loss_backward), native/SoftMax.cpp (log_softmax_backward_data) and
-native/Activation.cpp (hardswish_backward, elu_backward, hardtanh_backward).
-"""
 
 WRONG: dict[str, Callable[..., Any]] = {
     "baddbmm.dtype": lambda added, a, b, out_dtype, **factors: a.new_empty(
@@ -141,25 +77,34 @@ WRONG: dict[str, Callable[..., Any]] = {
     ),
     "_weight_int4pack_mm": lambda a, packed, *_: a.new_empty((a.shape[0], packed.shape[0] * 8)),
     "angle": _angle,
+    "binary_cross_entropy": lambda x, y, weight=None, reduction=1: _loss(x, y, reduction),
     "copysign.Tensor": torch.true_divide,
+    "hardtanh_backward": lambda gradient, x, *_: torch.add(gradient, x),
+    "huber_loss": _loss,
+    **dict.fromkeys(
+        "huber_loss_backward mse_loss_backward smooth_l1_loss_backward".split(), _of_loss
+    ),
     "normal.Tensor_Tensor": lambda mean, std, **_: mean.new_empty(
         torch.broadcast_shapes(mean.shape, std.shape)
     ),
-    "logit_backward": _binary,
     "pixel_unshuffle": _unshuffled,
     "pow.Scalar": lambda base, exponents: exponents.new_empty(
         exponents.shape, dtype=torch.result_type(base, exponents)
     ),
     "rrelu_with_noise": lambda x, *_, **__: _contiguous(x, x),
-    **_LAYOUTS,
+    "smooth_l1_loss_backward": _of_loss,
+    "soft_margin_loss": _loss,
+    "view_copy": lambda x, size: x.new_empty(x.new_empty(x.shape).view(size).shape),
 }
 """By overload: replacements of kernels of torch's that take the result's type for a factor, that
 read the device that a tensor on ``meta`` is a fake of, or whose layout is another than CUDA's.
 
 Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
 torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu,
-native/UnaryOps.cpp (angle), BinaryOps.cpp (copysign, logit_backward), Pow.cpp (pow of a number,
-contiguous), PixelShuffle.cpp, DistributionTemplates.h (normal_impl) and cuda/RreluWithNoise.cu.
+native/UnaryOps.cpp (angle), BinaryOps.cpp (copysign), Pow.cpp (pow of a number, contiguous),
+PixelShuffle.cpp, DistributionTemplates.h (normal_impl), Loss.cpp (huber_loss, soft_margin_loss),
+Activation.cpp (hardtanh_backward), TensorShape.cpp (view_copy_symint), cuda/Loss.cu
+(binary_cross_entropy_cuda) and cuda/RreluWithNoise.cu.
 """
 
 SHAPES: dict[str, Callable[..., Any]] = {
@@ -171,7 +116,8 @@ SHAPES: dict[str, Callable[..., Any]] = {
         each.new_empty(each.shape) for each in read[:2]
     ),
     **dict.fromkeys(
-        "_standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad binomial".split(),
+        "_standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad binomial glu_jvp "
+        "glu_backward_jvp".split(),
         _like_first,
     ),
     **dict.fromkeys(

@@ -31,7 +31,6 @@ from pytest_gpumem.simulated.operators.rules import (
     decompose,
     first_of,
     is_traced,
-    sums_in_float32,
 )
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
@@ -301,11 +300,7 @@ def _fused_gru_backward(
     batch, size = grad_hy.shape
     gates = [workspace.new_empty((batch, 3 * size)) for _ in range(2)]
     grad_hx = torch.empty_like(grad_hy, memory_format=torch.contiguous_format)
-    return *gates, grad_hx, *(_by_bias(each) if has_bias else None for each in gates)
-
-
-def _by_bias(gates: Tensor) -> Tensor:
-    return gates.sum(0, dtype=torch.float32 if sums_in_float32(gates) else None)
+    return *gates, grad_hx, *(each.sum(0) if has_bias else None for each in gates)
 
 
 def _fused_lstm(input_gates: Tensor, cx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -321,7 +316,7 @@ def _fused_lstm_backward(
     gates, grad_cx = (
         torch.empty_like(each, memory_format=torch.contiguous_format) for each in (workspace, cx)
     )
-    return gates, grad_cx, _by_bias(gates) if has_bias else None
+    return gates, grad_cx, gates.sum(0) if has_bias else None
 
 
 # Layers of padded sequences.

@@ -14,6 +14,7 @@ from torch import OutOfMemoryError, Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 
 from pytest_gpumem.simulated.common.callsite import clear_own_frames, provenance
 from pytest_gpumem.simulated.common.patching import having
@@ -222,11 +223,13 @@ def _bound(
 
 
 class _Within(threading.local):
-    in_place: Mapping[OpOverload, OpOverload] = {}
+    in_place: dict[OpOverload, OpOverload] = {}  # noqa: RUF012 - never changed, but replaced
+    """In-place operators of the running composite, by those that it calls once for subclasses."""
+    passes_over = False
+    """Whether autocast for CUDA is on, and has no kernel for the operator that runs."""
 
 
 within = _Within()
-"""In-place operators of the running composite, by those that it calls for subclasses."""
 CALLED_IN_PLACE: set[OpOverload] = set()
 """All operators that a composite may call in place."""
 
@@ -240,10 +243,20 @@ def with_in_place(composite: OpOverload, operators: Mapping[OpOverload, OpOverlo
 
     def call(*args: Any) -> Any:
         given, named = passed(composite, args)
-        with having(within, "in_place", operators):
+        with having(within, "in_place", {} if is_dual(*args) else dict(operators)):
             return decompose(composite, *given, **named)
 
     return call
+
+
+def is_dual(*values: Any) -> bool:
+    """Return whether a tensor has a tangent of forward mode, and is no wrapper of torch.func."""
+    return forward_ad._current_level >= 0 and any(
+        isinstance(one, Tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(one)
+        and forward_ad.unpack_dual(one).tangent is not None
+        for one in values
+    )
 
 
 def passed(operator: OpOverload, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -266,19 +279,6 @@ def first_of(results: Iterable[Any]) -> Any:
 def is_traced(tensor: Tensor) -> bool:
     """Return whether a compiler traces ``tensor``, so that a composite must stay in parts."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
-
-
-class _Outer(threading.local):
-    depth = 0
-
-
-outer = _Outer()
-"""Counts calls that autocast does not cast, but whose C++ calls operators that it casts."""
-
-
-def sums_in_float32(tensor: Tensor) -> bool:
-    """Return whether ``at::sum`` of ``tensor``, called in an outer call, is cast."""
-    return outer.depth > 0 and eligible(tensor)
 
 
 def eligible(tensor: Any) -> bool:

@@ -6,9 +6,10 @@ product is sized by the library; it is left out, with a note of the simulation.
 
 Source: aten/src/ATen/native/sparse/SparseTensor.cpp (clone_sparse, copy_into_sparse, sparse_mask),
 SparseTensorMath.cpp (intersection_binary_op_sparse_dense_out, add_sparse, _sparse_mm,
-_sparse_addmm), FlattenIndicesCommon.h, cuda/SparseCUDATensor.cu (_coalesce_sparse_cuda) and
-SparseCUDATensorMath.cu (add_out_sparse_cuda, add_out_dense_sparse_cuda, addmm_sparse_dense_cuda,
-s_addmm_out_sparse_dense_cuda_worker, _to_csr_int), cuda/SparseBlasLegacy.cpp
+_sparse_addmm), FlattenIndicesCommon.h, SparseBinaryOpIntersectionCommon.h,
+cuda/SparseCUDATensor.cu (_coalesce_sparse_cuda) and SparseCUDATensorMath.cu (add_out_sparse_cuda,
+add_out_dense_sparse_cuda, addmm_sparse_dense_cuda, s_addmm_out_sparse_dense_cuda_worker,
+_to_csr_int), cuda/SparseBlasLegacy.cpp
 (s_addmm_out_csr_sparse_dense_cuda_worker), native/TensorConversions.cpp (dense_to_sparse,
 sparse_to_dense), native/TensorShape.cpp (transpose, sparse_transpose_),
 native/EmbeddingBag.cpp (_embedding_bag_sparse_backward, apply_bag_size_backward),
@@ -227,10 +228,29 @@ def _to_sparse(
     return _aten._to_sparse.sparse_dim._op_dk(torch._C.DispatchKey.CPU, self, dims)  # type: ignore[no-any-return]  # an operator
 
 
-def _sparse_mask(self: Tensor, mask: Tensor) -> Tensor:
-    if is_sparse(self):
-        raise refusal("sparse_mask of a sparse tensor")
-    return _aten.sparse_mask.default._op_dk(torch._C.DispatchKey.SparseCPU, self, mask)  # type: ignore[no-any-return]  # an operator
+def _sparse_mask(gpu: GPU, self: Tensor, mask: Tensor) -> Tensor:
+    if not is_sparse(self):
+        return _aten.sparse_mask.default._op_dk(torch._C.DispatchKey.SparseCPU, self, mask)  # type: ignore[no-any-return]  # an operator
+    if not self.is_coalesced():
+        raise refusal("sparse_mask of a sparse tensor that is not coalesced")
+    indices, count, own = mask._indices(), mask._nnz(), self._nnz()
+    if not (count and own):
+        return _clone(mask)
+    # Places, a hash of each element of its own, and what of the mask is among them.
+    hashed = [indices.new_empty(size) for size in (max(own, count), own, 2 * count)]
+    indices.new_empty(1)
+    given = self._values()
+    kept, values = indices.clone(), given.new_empty((count, *given.shape[1:]))
+    del hashed
+    gpu.simulation.values.assign(values, _masked, self._indices(), given, indices, list(self.shape))
+    return _made(kept, values, mask)
+
+
+def _masked(indices: Tensor, elements: Tensor, places: Tensor, size: list[int]) -> Tensor:
+    """Return those of a coalesced tensor's ``elements`` that are at ``places``, else zeros."""
+    sparse = torch.sparse_coo_tensor(indices, elements, size)._coalesced_(True)
+    zeros = elements.new_zeros((places.shape[1], *elements.shape[1:]))
+    return sparse.sparse_mask(torch.sparse_coo_tensor(places, zeros, size))._values()
 
 
 def _mul(self: Tensor, other: Tensor) -> Tensor:

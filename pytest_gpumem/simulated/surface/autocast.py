@@ -21,6 +21,7 @@ from torch.amp.autocast_mode import autocast
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.operators.autocast import CastCache
+from pytest_gpumem.simulated.operators.rules import within
 
 
 def add_patches(cache: CastCache, patches: Patches) -> None:
@@ -30,8 +31,10 @@ def add_patches(cache: CastCache, patches: Patches) -> None:
     def set_enabled(set_enabled: Any, *args: Any) -> None:
         set_enabled(*args)
         enabled, device = (args[1], args[0]) if len(args) == 2 else (args[0], "cuda")
-        if enabled and device == "cuda":
-            cache.install()
+        if device == "cuda":
+            within.passes_over = enabled
+            if enabled:
+                cache.install()
 
     def clear(clear: Any) -> None:
         cache.clear()

@@ -78,3 +78,12 @@ def test_matrix_rank_writes_out_under_a_dispatch_mode(on: Any) -> None:
     rank = torch.empty(0, dtype=torch.long, device="cuda")
     torch.linalg.matrix_rank(torch.ones(8, 32, device="cuda"), out=rank)
     assert rank.shape == ()
+
+
+def test_a_number_of_the_host_may_come_first(on: Any) -> None:
+    gpu = on()
+    x, number = torch.ones(30, 20, device="cuda"), torch.tensor(2.0)
+    given = torch.empty_like(x)
+    for operator in (torch.add, torch.mul, torch.pow):
+        assert gpu.of(lambda operator=operator: operator(number, x, out=given)) == []
+    assert torch.add(number, torch.ones(2), out=torch.empty(2)).tolist() == [3.0, 3.0]

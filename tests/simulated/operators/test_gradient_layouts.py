@@ -81,3 +81,22 @@ def test_some_results_are_contiguous_for_any_input(on: Any) -> None:
     assert torch.normal(image, image).stride() == (256, 64, 8, 1)
     with pytest.raises(RuntimeError, match="8"):
         F.pixel_unshuffle(image, 3)
+
+
+def test_without_training_the_gradient_of_batch_norm_is_contiguous(on: Any) -> None:
+    on()
+    image = torch.ones(2, 8, 4, 4, device="cuda").to(memory_format=torch.channels_last)
+    for trains, strides in ((True, (128, 1, 32, 8)), (False, (128, 16, 4, 1))):
+        x = image.clone().requires_grad_()
+        ones = [torch.ones(8, device="cuda") for _ in range(4)]
+        made = torch.ops.aten.native_batch_norm(x, *ones, trains, 0.1, 1e-5)[0]
+        (found,) = torch.autograd.grad(made, x, torch.ones_like(made))
+        assert found.stride() == strides
+
+
+def test_results_given_without_elements_have_the_layout_of_new_ones(on: Any) -> None:
+    on()
+    x, nothing = torch.ones(16, 8, device="cuda").t(), torch.empty(0, device="cuda")
+    assert torch.add(x, x, out=nothing).stride() == torch.add(x, x).stride() == (1, 8)
+    assert torch.ops.aten.view_copy(torch.ones(4, 6, 2, device="cuda").mT, [8, 6]).shape == (8, 6)
+    assert torch.roll(torch.ones(30, 1, device="cuda").t(), 1, 1).stride() == (30, 1)

@@ -245,3 +245,19 @@ def test_nonzero_of_an_empty_tensor_counts_too(on: Any) -> None:
     gpu = on("H100", "2.11")
     empty = torch.ones(5, 0, device="cuda")
     assert gpu.of(lambda: empty.argwhere()) == [*TOTAL, 767, -767, -4]
+
+
+def test_copies_of_layouts_come_first(on: Any) -> None:
+    # As on the dry device with torch 2.15: adding at a mask copies what has gaps before it counts.
+    gpu = on()
+    turned = torch.ones(5, 5, device="cuda").t()
+    mask = torch.tensor([True, False, True, True, True], device="cuda")
+    values = torch.ones(4, 5, device="cuda")
+    assert gpu.of(lambda: turned.index_put_((mask,), values, accumulate=True))[:3] == [100, 4, 1]
+    data = torch.ones(5, 5, 10, device="cuda").transpose(0, -1)
+    lengths = torch.full((5,), 2, device="cuda")
+    reduced = gpu.of(lambda: torch.segment_reduce(data, "min", lengths=lengths, unsafe=True))
+    assert reduced[:3] == [1000, 500, 8]
+    reflectors, scales = torch.ones(2, 6, 5, device="cuda"), torch.ones(5, 2, device="cuda").t()
+    product = gpu.of(lambda: torch.linalg.householder_product(reflectors, scales))
+    assert product[:3] == [240, 40, 4]

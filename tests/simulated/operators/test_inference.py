@@ -85,3 +85,34 @@ def test_packed_sequences_have_their_sizes_on_the_host(
         events = gpu.of(lambda: layer(packed))
     with torch.inference_mode():
         assert gpu.of(lambda: layer(packed)) == events
+
+
+def test_autocast_casts_the_parts_of_what_it_passes_over(on: Any) -> None:
+    # Sizes are those of the dry device with torch 2.15: bias, weight and image, the last first.
+    gpu = on()
+    image, weight, bias = ones(2, 4, 9, 9), ones(6, 4, 3, 3), ones(6)
+    scores, classes = ones(20, 30).bfloat16(), torch.zeros(20, dtype=torch.int64, device="cuda")
+    with torch.inference_mode(), torch.autocast("cuda", dtype=torch.bfloat16):
+        convolved = gpu.of(lambda: F.conv2d(image, weight, bias, padding="same"))
+        loss = gpu.of(lambda: F.cross_entropy(scores, classes))
+    assert convolved[:4] == [12, 432, 1296, 1944]
+    assert convolved[-3:] == [-1296, -432, -12]
+    assert 20 * 30 * 4 in loss  # nll_loss is in float32
+
+
+def test_autocast_casts_the_parts_of_what_autograd_records_as_one(on: Any) -> None:
+    on()
+    matrix = torch.rand(20, 30, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.linalg.pinv(matrix).dtype is torch.bfloat16
+        with torch.autocast("cuda", enabled=False):
+            assert torch.linalg.pinv(matrix).dtype is torch.float32
+    assert torch.linalg.pinv(matrix).dtype is torch.float32
+
+
+def test_conjugates_are_resolved_in_inference_mode(on: Any) -> None:
+    gpu = on()
+    x = ones(20, 30)
+    with torch.inference_mode():
+        events = gpu.of(lambda: torch.fft.hfft(x))
+    assert events[:3] == [4800, 4800, 4640]

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from pytest_gpumem.simulated.operators.tables import MAY_OVERRIDE
+
 MATRIX = 64 * 64 * 4
 
 
@@ -104,3 +106,35 @@ def test_the_gradient_of_logits_is_multiplied_in_place(on: Any) -> None:
     # The sigmoid, minus the target, times the gradient; then as above.
     taken = [matrix, matrix, matrix, -matrix]
     assert gpu.of(lambda: loss.backward(gradient)) == taken
+
+
+@pytest.mark.skipif(not MAY_OVERRIDE, reason="torch 2.6 keeps its own kernels")
+def test_a_loss_of_two_types_has_the_inputs(on: Any) -> None:
+    # As on the dry device with torch 2.15.
+    gpu = on()
+    predicted = torch.rand(64, 64, device="cuda", requires_grad=True)
+    wide = torch.rand(64, 64, device="cuda", dtype=torch.float64)
+    assert gpu.of(lambda: functional.huber_loss(predicted, wide))[:3] == [MATRIX, 4, -MATRIX]
+    loss = functional.soft_margin_loss(predicted, wide)
+    assert loss.dtype is torch.float32
+    ones = torch.ones_like(loss)
+    assert gpu.of(lambda: torch.autograd.grad(loss, predicted, ones))[:7] == [
+        *[2 * MATRIX] * 3, *[-2 * MATRIX] * 2, MATRIX, -2 * MATRIX,
+    ]  # fmt: skip
+    weighted = functional.binary_cross_entropy(predicted, predicted.detach(), wide)
+    assert weighted.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y: functional.binary_cross_entropy(x, y),
+        lambda x, y: functional.huber_loss(x, y).backward(),
+        lambda x, y: functional.nll_loss(x, torch.zeros(8, dtype=torch.long).cuda(), y[0]),
+    ],
+)
+def test_types_that_a_kernel_does_not_mix_are_refused(on: Any, loss: Any) -> None:
+    on()
+    x = torch.rand(8, 8, device="cuda", requires_grad=True)
+    with pytest.raises(RuntimeError, match="expects tensors of the same dtype"):
+        loss(x, torch.rand(8, 8, device="cuda", dtype=torch.float64))

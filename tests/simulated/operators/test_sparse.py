@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -183,3 +184,37 @@ def test_a_dense_tensor_is_not_added_to_a_sparse_one() -> None:
         sparse, dense = on_cuda(), torch.ones(3, 3, device="cuda")
         with pytest.raises(RuntimeError, match=r"Use add\(dense, sparse\)"):
             torch.add(sparse, dense)
+
+
+def test_values_get_gradients_of_what_they_were_put_into(gpu: Any) -> None:
+    # Two of the numbers are at one index. Derived by hand.
+    indices = torch.tensor([[0, 1, 2, 0], [2, 0, 3, 2]], device="cuda")
+    factors = torch.arange(8.0, device="cuda").view(4, 2)
+    cases: list[tuple[Callable[[Tensor], Tensor], list[float]]] = [
+        (lambda one: one.to_dense().square().sum(), [10.0, 4.0, 6.0, 10.0]),
+        (lambda one: torch.sparse.mm(one, factors).sum(), [9.0, 1.0, 13.0, 9.0]),
+    ]
+    for use, expected in cases:
+        values = torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda", requires_grad=True)
+        made = torch.sparse_coo_tensor(indices, values, (4, 4))
+        (found,) = torch.autograd.grad(use(made), values)
+        assert found.tolist() == expected
+
+
+def test_a_sparse_mask_hashes_the_elements(gpu: Any) -> None:
+    # The events of torch 2.15's own code on the dry device.
+    indices = torch.tensor([[0, 1, 2], [2, 0, 3]], device="cuda")
+    values = torch.ones(3, 50, device="cuda")
+    whole = torch.sparse_coo_tensor(indices, values, (10, 10, 50)).coalesce()
+    mask = torch.sparse_coo_tensor(indices, values, (10, 10, 50))
+    began = len(gpu.trace)
+    kept = whole.sparse_mask(mask)
+    events = [
+        one.size if one.action == "alloc" else -one.size
+        for one in gpu.trace[began:]
+        if one.action in ("alloc", "free_requested")
+    ]
+    assert events == [24, 24, 48, 8, -8, 48, 600, -48, -24, -24]
+    assert kept._nnz() == 3
+    with pytest.raises(UnsupportedOperatorError, match="not coalesced"):
+        mask.sparse_mask(whole)
