@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 from textwrap import indent
 
-HEADER = '''\
+HEADER = """\
 import contextlib
 from functools import partial
 
@@ -128,9 +128,9 @@ class Net(nn.Module):
 kernel = torch.randn(3, 3, 3, 3, device="cuda", requires_grad=True)
 table = nn.Embedding(10, 48, device="cuda")
 seen, count = torch.zeros(16, 48, device="cuda"), torch.zeros((), device="cuda")
-'''
+"""
 
-TRITON = '''
+TRITON = """
 import triton
 import triton.language as tl
 
@@ -146,7 +146,7 @@ def added(x):
     out = torch.empty_like(x)
     _added[(triton.cdiv(out.numel(), 128),)](x, x, out, out.numel(), BLOCK=128)
     return out
-'''
+"""
 
 PROGRAM = """
 m, n = (each.cuda() for each in (@MODULE, @MODULE))

@@ -179,25 +179,21 @@ class _Compilers:
         return list(map(max, self._peaks, now))
 
     def without(self, trace: list[Json]) -> list[Json]:
-        """Return the events of ``trace`` in other segments than those of compilers.
-
-        A compiler's segments are taken and given back in the same window.
-        """
+        """Return the events of ``trace`` without what is taken and given back in a window."""
         left = set()
-        for began, ended in self._windows:
-            inside = range(began, ended)
-            of = {"segment_alloc": set[int](), "segment_free": set[int]()}
-            for at in inside:
-                of.get(trace[at]["action"], set()).add(trace[at]["addr"])
-            segments = of["segment_alloc"] & of["segment_free"]
-            sizes = [
-                (trace[at]["addr"], trace[at]["addr"] + trace[at]["size"])
-                for at in inside
-                if trace[at]["action"] == "segment_alloc" and trace[at]["addr"] in segments
-            ]
-            left |= {at for at in inside if any(a <= trace[at]["addr"] < b for a, b in sizes)}
+        for window in self._windows:
+            taken: dict[tuple[str, int], int] = {}
+            for at in range(*window):
+                action, address = trace[at]["action"], trace[at]["addr"]
+                if action in _BEGINS:
+                    taken[_BEGINS[action], address] = at
+                elif (began := taken.pop((action, address), None)) is not None:
+                    left |= {began, at}
         return [event for at, event in enumerate(trace) if at not in left]
 
+
+_BEGINS = {"alloc": "free_requested", "segment_alloc": "segment_free"}
+"""What ends that which each of them begins."""
 
 _compilers = _Compilers()
 

@@ -138,6 +138,18 @@ def _patch_inductor_choices(patches: Patches, module: ModuleType) -> None:
                 patches.add(kind, name, lambda *args, **options: TIME)
 
 
+def _patch_inductor_libraries(patches: Patches, module: ModuleType) -> None:
+    caller = vars(module)["ExternKernelCaller"]
+
+    def select(
+        run: Callable[..., Any], cache: Any, name: str, choices: Any, *args: Any, **options: Any
+    ) -> Any:
+        is_library = isinstance(choices[0], caller) if choices else False
+        return run(cache, name, choices[:1] if is_library else choices, *args, **options)
+
+    patches.wrap(vars(module)["AlgorithmSelectorCache"], "__call__", select)
+
+
 def _patch_inductor_cache(patches: Patches, module: ModuleType) -> None:
     patches.add(vars(module)["AutotuneCache"], "create", staticmethod(lambda *args: None))
 
@@ -185,5 +197,6 @@ _PLANS: Mapping[str, Plan] = {
     "torch._inductor.runtime.triton_heuristics": _patch_inductor_kernels,
     "torch._inductor.runtime.benchmarking": _patch_inductor_choices,
     "torch._inductor.runtime.autotune_cache": _patch_inductor_cache,
+    "torch._inductor.select_algorithm": _patch_inductor_libraries,
     "triton.runtime.autotuner": _patch_triton,
 }

@@ -31,9 +31,6 @@ TUNING = (
 )
 """Settings with which Inductor chooses kernels by their speed."""
 
-UNTUNED: dict[str, Any] = dict.fromkeys(TUNING, False)
-"""Settings of Inductor where it writes a wrapper: nothing is measured."""
-
 HELPERS = "get_compile_threads"
 """Inductor's function for how many processes and threads compile kernels (async_compile.py)."""
 

@@ -37,6 +37,7 @@ from torch._inductor.fx_passes import pad_mm
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.select_algorithm import AlgorithmSelectorCache
 from torch._ops import OpOverload
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
@@ -123,7 +124,11 @@ class Tracing:
         add = self._patches.add
         triton = torch.utils._triton
         add(triton, "triton_hash_with_backend", lambda: "simulated")
-        add(scheduler, "get_gpu_dram_gbps", _no_clock)
+        self._patches.wrap(AlgorithmSelectorCache, "__call__", _choose_first)
+        add(scheduler, "get_device_tflops", _no_clock)
+        add(
+            scheduler, "get_gpu_dram_gbps", lambda: self._machine.current.model.memory_gb_per_second
+        )
         add(torch._inductor.utils, "get_gpu_dram_gbps", self._bandwidth)
         unset = vars(proxy_tensor)["unset_fake_temporarily"]
 
@@ -157,7 +162,7 @@ class Tracing:
         self, write: Callable[..., Any], graph: GraphModule, *args: Any, **options: Any
     ) -> Any:
         self.note_tuning({})
-        with FramesCleared(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
+        with FramesCleared(), self.entered(), standing_in(), config.patch(_first_choices()):
             if not self._machine.values.everything:
                 return write(graph, *args, **options)
             computed = GraphValues(self._machine, graph)  # Inductor changes the graph
@@ -192,9 +197,8 @@ class Tracing:
         (get_device_tflops), analysis/device_info.py, torch 2.11 and 2.13; triton/testing.py (nvsmi,
         get_max_tensorcore_tflops) of 3.6; NVIDIA's data sheet of the L4.
         """
-        if self._machine.current.model.name == "L4":
-            return 300.0
-        return _no_clock()
+        model = self._machine.current.model
+        return model.memory_gb_per_second if model.name == "L4" else _no_clock()
 
     def _should_pad(
         self, decide: Any, match: Any, one: torch.Tensor, other: torch.Tensor, *args: Any,
@@ -331,6 +335,28 @@ class _OnHost(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+_LIBRARIES = "ATEN"
+
+
+def _first_choices() -> dict[str, Any]:
+    """Return settings of Inductor where it writes a wrapper: libraries' kernels, nothing measured.
+
+    Settings that it tunes by stay: they also decide what is a matrix product. Source:
+    torch/_inductor/kernel/conv.py (convert_1x1_conv_to_mm), fx_passes/post_grad.py
+    (is_valid_mm_plus_mm), torch 2.11 to 2.15.
+    """
+    names = ("max_autotune_gemm_backends", "max_autotune_conv_backends")
+    kept = [name for name in names if _LIBRARIES in getattr(config, name, "").upper()]
+    return {**dict.fromkeys(kept, _LIBRARIES), "triton.autotune_at_compile_time": False}
+
+
+def _choose_first(
+    select: Callable[..., Any], cache: Any, name: str, choices: Any, *args: Any, **options: Any
+) -> Any:
+    """Wrap ``AlgorithmSelectorCache.__call__``, which measures where it has several choices."""
+    return select(cache, name, choices[:1], *args, **options)
+
+
 def _is_fresh(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     """Return whether all parameters of ``group`` are on the GPU, and none has a state yet."""
     parameters = group["params"]
@@ -356,9 +382,9 @@ def _asking(name: str) -> Callable[..., Any]:
     return ask
 
 
-def _no_clock() -> NoReturn:
+def _no_clock(*_: Any) -> NoReturn:
     # An ordinary error: its caller then assumes the slowest products.
-    raise RuntimeError("a simulated GPU has no memory clock")
+    raise RuntimeError("a simulated GPU has no clock")
 
 
 _MEASURED: tuple[tuple[Any, str], ...] = (
