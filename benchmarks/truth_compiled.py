@@ -113,7 +113,7 @@ def flexible(x, **options):
 
 
 def total(out):
-    return sum(a.float().square().mean() for a in tree_leaves(out) if a.requires_grad)
+    return sum(a.float().square().mean() for a in tree_leaves(out) if a.requires_grad) + nothing
 
 
 class Net(nn.Module):
@@ -127,6 +127,7 @@ class Net(nn.Module):
 
 kernel = torch.randn(3, 3, 3, 3, device="cuda", requires_grad=True)
 table = nn.Embedding(10, 48, device="cuda")
+nothing = torch.zeros((), device="cuda", requires_grad=True)
 seen, count = torch.zeros(16, 48, device="cuda"), torch.zeros((), device="cuda")
 """
 
@@ -313,16 +314,16 @@ torch.set_grad_enabled(size==4)
 """,
     "CALL": "f(x)\nf(x)\nf(x)\nf(x)\ncheckpoint(f,x,use_reentrant=False)\nf(f(x)) if False else f(x)",
     "BACKWARD": """
-if total(out):\\n    scaler.scale(total(out)).backward();scaler.step(optimizer);scaler.update()
-if isinstance(total(out),torch.Tensor):\\n    total(out).backward();update()
-if isinstance(total(out),torch.Tensor):\\n    total(out).backward();update()
-if isinstance(total(out),torch.Tensor):\\n    total(out).backward(retain_graph=True);total(out).backward()
-if isinstance(total(out),torch.Tensor):\\n    torch.autograd.grad(total(out),parameters,allow_unused=True)
-if isinstance(total(out),torch.Tensor):\\n    total(out).backward();nn.utils.clip_grad_norm_(parameters,1.);update()
+scaler.scale(total(out)).backward();scaler.step(optimizer);scaler.update()
+total(out).backward();update()
+total(out).backward();update()
+total(out).backward();nn.utils.clip_grad_norm_(parameters,1.);update()
+total(out).backward(retain_graph=True);total(out).backward()
+torch.autograd.grad(total(out),parameters,allow_unused=True)
 pass
-del x;loss=total(out);del out;isinstance(loss,torch.Tensor) and loss.backward()
+loss=total(out);del x,out;loss.backward()
 """,
-    "AFTER": "pass\npass\nm.eval()\ntorch.cuda.empty_cache()\nkept=out if 'out' in dir() else 0",
+    "AFTER": "pass\npass\nm.eval()\ntorch.cuda.empty_cache()\nkept=locals().get('out')",
     "FLAG": "True\nFalse",
     "RARE": "False\nFalse\nFalse\nTrue",
 }

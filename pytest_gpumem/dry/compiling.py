@@ -55,6 +55,8 @@ _ENDS = (_END, "_cuda_endAllocateCurrentStreamToPool")
 
 _receiving: set[tuple[int, int]] = set()
 """The pools that receive a thread's allocations, by identity."""
+_left: set[tuple[int, int]] = set()
+"""The compilers' pools that receive none for a moment."""
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def separate_pool() -> Iterator[None]:
     pool = torch.cuda.MemPool()
     patches = Patches()
     traced = (OptimizerVariable, "move_step_if_cpu")
-    makers = [traced, *((kind, "_init_group") for kind in torch.optim.Optimizer.__subclasses__())]
+    makers = [traced, *((kind, "_init_group") for kind in _kinds(torch.optim.Optimizer))]
     for kind, name in makers if hasattr(torch._C, _BEGIN) else ():
         if name in vars(kind):
             patches.wrap(kind, name, partial(_in_default_pool, pool))
@@ -105,10 +107,20 @@ def separate_pool() -> Iterator[None]:
         yield
 
 
+def _kinds(kind: type) -> Iterator[type]:
+    """Yield all that are derived from ``kind``: Dynamo gives each optimizer an ``_init_group``."""
+    for derived in kind.__subclasses__():
+        yield derived
+        yield from _kinds(derived)
+
+
 def _in_default_pool(
     pool: torch.cuda.MemPool, call: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     """Call ``call`` with its allocations in the default pool."""
+    if pool.id in _left:  # an optimizer calls that of its base
+        return call(*args, **options)
+    _left.add(pool.id)
     device = torch.cuda.current_device()
     # As at the end of use_mem_pool: a pool with a second user is never freed, and 2.8 aborts.
     getattr(torch._C, _END)(device, pool.id)
@@ -116,6 +128,7 @@ def _in_default_pool(
     try:
         return call(*args, **options)
     finally:
+        _left.discard(pool.id)
         getattr(torch._C, _BEGIN)(device, pool.id)
 
 

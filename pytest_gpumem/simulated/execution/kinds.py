@@ -271,7 +271,10 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
     (lambda func: str(func) in tables.BELOW_AUTOGRAD, custom.composite_below_autograd),
     # Outside of Inductor's kernels a primitive makes a tensor like its result before it runs: seeds
     # of checkpoints, parts of a graph (torch/_prims/__init__.py, _prim_impl, 2.6 to 2.15).
-    (lambda func: hasattr(func, "prim_impl"), lambda runner, func: of_parts(runner, func.prim_impl)),
+    (
+        lambda func: hasattr(func, "prim_impl"),
+        lambda runner, func: of_parts(runner, func.prim_impl),
+    ),
     (lambda func: _name(func) in _READS, read),
     (lambda func: _name(func).startswith("aten::quantize_per_"), quantize),
     (lambda func: _name(func) == "aten::scalar_tensor", computing.scalar),

@@ -76,27 +76,13 @@ _CATALOGUE = (
     GpuModel("A10G", "NVIDIA A10G", 22_587 * MIB, (8, 6), 80, 1536, 6 * MIB, 384, 600),
     # deviceQuery 12.2 (github.com/bottlerocket-os/bottlerocket/pull/3873)
     GpuModel(
-        "A100-40GB",
-        "NVIDIA A100-SXM4-40GB",
-        42_298_834_944,
-        (8, 0),
-        108,
-        2048,
-        40 * MIB,
-        5120,
-        1555,
+        "A100-40GB", "NVIDIA A100-SXM4-40GB", 42_298_834_944,
+        (8, 0), 108, 2048, 40 * MIB, 5120, 1555,
     ),
     # deviceQuery 12.2
     GpuModel(
-        "A100-80GB",
-        "NVIDIA A100-SXM4-80GB",
-        84_987_740_160,
-        (8, 0),
-        108,
-        2048,
-        40 * MIB,
-        5120,
-        2039,
+        "A100-80GB", "NVIDIA A100-SXM4-80GB", 84_987_740_160,
+        (8, 0), 108, 2048, 40 * MIB, 5120, 2039,
     ),
     # deviceQuery 12.0
     GpuModel("L4", "NVIDIA L4", 23_612_293_120, (8, 9), 58, 1536, 48 * MIB, 192, 300),
@@ -104,15 +90,8 @@ _CATALOGUE = (
     GpuModel("L40S", "NVIDIA L40S", 47_576_711_168, (8, 9), 142, 1536, 96 * MIB, 384, 864),
     # deviceQuery 12.2 (12 GB model); L2 from a CUDA 12.1 driver
     GpuModel(
-        "RTX-3060",
-        "NVIDIA GeForce RTX 3060",
-        12_629_508_096,
-        (8, 6),
-        28,
-        1536,
-        2304 * KIB,
-        192,
-        360,
+        "RTX-3060", "NVIDIA GeForce RTX 3060", 12_629_508_096,
+        (8, 6), 28, 1536, 2304 * KIB, 192, 360,
     ),
     # deviceQuery 11.8
     GpuModel(
@@ -125,15 +104,8 @@ _CATALOGUE = (
     ),
     # deviceQuery 12.4
     GpuModel(
-        "RTX-4090",
-        "NVIDIA GeForce RTX 4090",
-        25_386_352_640,
-        (8, 9),
-        128,
-        1536,
-        72 * MIB,
-        384,
-        1008,
+        "RTX-4090", "NVIDIA GeForce RTX 4090", 25_386_352_640,
+        (8, 9), 128, 1536, 72 * MIB, 384, 1008,
     ),
     # deviceQuery 12.8
     GpuModel(
@@ -143,7 +115,7 @@ _CATALOGUE = (
     GpuModel("H200", "NVIDIA H200", 150_109_880_320, (9, 0), 132, 2048, 60 * MIB, 6144, 4800),
     # torch total_memory, CUDA 12.8 and 13.0 builds; SMs and L2: github.com/pytorch/ao/pull/4002
     GpuModel("B200", "NVIDIA B200", 191_503_007_744, (10, 0), 148, 2048, 129_536 * KIB, 8192, 8000),
-)
+)  # fmt: skip
 
 GPUS: Mapping[str, GpuModel] = MappingProxyType({gpu.name: gpu for gpu in _CATALOGUE})
 """Every model by name. ``total_memory`` is exact to the byte, unless its row says otherwise."""
