@@ -13,12 +13,14 @@ def test_compilers_have_a_pool_but_not_the_state_of_optimizers(dry_run: Run) -> 
     found = dry_run(
         """
 from types import SimpleNamespace
+from torch._dynamo.eval_frame import TorchPatcher
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from pytest_gpumem.dry.compiling import separate_pool
 
 weight = torch.nn.Parameter(torch.empty(1 << 20, device="cuda"))
 weight.grad = torch.zeros_like(weight)
-optimizer, counting = torch.optim.Adam([weight]), torch.optim.Adagrad([weight])
+optimizer, counting = torch.optim.AdamW([weight]), torch.optim.Adagrad([weight])
+TorchPatcher.patch()  # gives each kind of optimizer a function of its own
 with separate_pool():
     optimizer.step()
     OptimizerVariable.move_step_if_cpu(SimpleNamespace(value=counting))
@@ -42,6 +44,25 @@ found["may leave"] = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
     assert found["constant"] != [0, 0]
     if found["may leave"]:
         assert set(map(tuple, found["pools behind"])) == {(0, 0)}
+
+
+def test_a_kernel_that_would_be_measured_is_that_of_the_library(dry_run: Run) -> None:
+    """Times are all equal, so a template fused with what follows would seem to be faster."""
+    found = dry_run(
+        """
+from contextlib import nullcontext
+from pytest_gpumem.dry.compiling import skip_tuning
+
+with skip_tuning(nullcontext):
+    from torch._inductor.utils import run_and_get_code
+    given = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    run = torch.compile(lambda x: (x @ x).relu() * 2, mode="max-autotune-no-cudagraphs")
+    _, (code,) = run_and_get_code(run, given)
+found["library"] = "extern_kernels.mm(" in code
+found["template"] = "triton_tem_" in code
+"""
+    )
+    assert found == {"library": True, "template": False}
 
 
 def test_compilers_use_a_pool_that_receives_allocations_already(dry_run: Run) -> None:

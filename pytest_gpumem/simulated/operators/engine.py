@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -232,9 +231,9 @@ def with_cuda_sums(given: Tensor, kwargs: Kwargs, node: str) -> dict[str, Any]:
 def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> Tensor:
     """Run ``aten::cumprod_backward`` (ReduceOps.cpp) for an input in which no element is zero.
 
-    Nothing is known of elements that a compiler or torch.func traces (areAnyTensorSubclassLike).
+    Nothing is known of elements that a compiler traces (areAnyTensorSubclassLike).
     """
-    if is_traced(input) or is_functorch_wrapped_tensor(input):
+    if is_traced(input):
         return decompose(_aten.cumprod_backward.default, grad, input, dim, output)
     if input.numel() <= 1 or input.shape[dim] == 1:
         return grad
