@@ -196,6 +196,7 @@ _BEGINS = {"alloc": "free_requested", "segment_alloc": "segment_free"}
 """What ends that which each of them begins."""
 
 _compilers = _Compilers()
+_tracker: Any = _compilers
 
 
 def _trace() -> list[Json]:
@@ -210,7 +211,7 @@ def _dry(group: Group) -> Iterator[None]:
     with contextlib.ExitStack() as inside:
         inside.enter_context(passes_dropped())  # as in a test, and so are compilers
         inside.enter_context(skip_tuning(contextlib.nullcontext))
-        inside.enter_context(Compiling(_compilers, separate_pool).watched())
+        inside.enter_context(Compiling(_tracker, separate_pool).watched())
         if group.world is not None:
             from pytest_gpumem.dry.ranks import DryRankProcessGroups
 

@@ -55,8 +55,6 @@ _ENDS = (_END, "_cuda_endAllocateCurrentStreamToPool")
 
 _receiving: set[tuple[int, int]] = set()
 """The pools that receive a thread's allocations, by identity."""
-_left: set[tuple[int, int]] = set()
-"""The compilers' pools that receive none for a moment."""
 
 
 @contextmanager
@@ -109,6 +107,7 @@ def separate_pool() -> Iterator[None]:
 
 def _kinds(kind: type) -> Iterator[type]:
     """Yield all that are derived from ``kind``: Dynamo gives each optimizer an ``_init_group``."""
+    derived: type
     for derived in kind.__subclasses__():
         yield derived
         yield from _kinds(derived)
@@ -118,9 +117,8 @@ def _in_default_pool(
     pool: torch.cuda.MemPool, call: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     """Call ``call`` with its allocations in the default pool."""
-    if pool.id in _left:  # an optimizer calls that of its base
+    if pool.id not in _receiving:  # an optimizer calls the function of its base
         return call(*args, **options)
-    _left.add(pool.id)
     device = torch.cuda.current_device()
     # As at the end of use_mem_pool: a pool with a second user is never freed, and 2.8 aborts.
     getattr(torch._C, _END)(device, pool.id)
@@ -128,7 +126,6 @@ def _in_default_pool(
     try:
         return call(*args, **options)
     finally:
-        _left.discard(pool.id)
         getattr(torch._C, _BEGIN)(device, pool.id)
 
 
@@ -140,13 +137,9 @@ def _wrap_constant_folder(following: Context, patches: Patches, module: ModuleTy
     patches.wrap(vars(module)["ConstantFolder"], "run", run)
 
 
-def _patch_inductor_kernels(patches: Patches, module: ModuleType) -> None:
-    patches.add(vars(module)["CachingAutotuner"], "bench", lambda *args, **options: TIME)
-
-
-def _patch_inductor_choices(patches: Patches, module: ModuleType) -> None:
+def _patch_times(patches: Patches, module: ModuleType) -> None:
     for kind in list(vars(module).values()):
-        for name in ("benchmark_gpu", "benchmark_gpu_with_cuda_graph"):
+        for name in ("bench", "benchmark_gpu", "benchmark_gpu_with_cuda_graph"):
             if isinstance(kind, type) and name in vars(kind):
                 patches.add(kind, name, lambda *args, **options: TIME)
 
@@ -207,8 +200,8 @@ def _without_disk(tuner: Any, key: object, configs: object, tune: Callable[[], o
 
 
 _PLANS: Mapping[str, Plan] = {
-    "torch._inductor.runtime.triton_heuristics": _patch_inductor_kernels,
-    "torch._inductor.runtime.benchmarking": _patch_inductor_choices,
+    "torch._inductor.runtime.triton_heuristics": _patch_times,
+    "torch._inductor.runtime.benchmarking": _patch_times,
     "torch._inductor.runtime.autotune_cache": _patch_inductor_cache,
     "torch._inductor.select_algorithm": _patch_inductor_libraries,
     "triton.runtime.autotuner": _patch_triton,

@@ -12,16 +12,17 @@ def test_compilers_have_a_pool_but_not_the_state_of_optimizers(dry_run: Run) -> 
     """
     found = dry_run(
         """
+from contextlib import nullcontext
 from types import SimpleNamespace
 from torch._dynamo.eval_frame import TorchPatcher
 from torch._dynamo.variables.optimizer import OptimizerVariable
-from pytest_gpumem.dry.compiling import separate_pool
+from pytest_gpumem.dry.compiling import separate_pool, skip_tuning
 
 weight = torch.nn.Parameter(torch.empty(1 << 20, device="cuda"))
 weight.grad = torch.zeros_like(weight)
 optimizer, counting = torch.optim.AdamW([weight]), torch.optim.Adagrad([weight])
 TorchPatcher.patch()  # gives each kind of optimizer a function of its own
-with separate_pool():
+with skip_tuning(nullcontext), separate_pool():
     optimizer.step()
     OptimizerVariable.move_step_if_cpu(SimpleNamespace(value=counting))
     constant = torch.empty(1 << 20, device="cuda")
@@ -56,9 +57,11 @@ from pytest_gpumem.dry.compiling import skip_tuning
 with skip_tuning(nullcontext):
     from torch._inductor.utils import run_and_get_code
     given = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
-    run = torch.compile(lambda x: (x @ x).relu() * 2, mode="max-autotune-no-cudagraphs")
+    run = torch.compile(
+        lambda x: torch.addmm(x[0], x, x).float().relu(), mode="max-autotune-no-cudagraphs"
+    )
     _, (code,) = run_and_get_code(run, given)
-found["library"] = "extern_kernels.mm(" in code
+found["library"] = "extern_kernels.addmm(" in code
 found["template"] = "triton_tem_" in code
 """
     )

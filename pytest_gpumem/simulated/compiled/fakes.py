@@ -82,16 +82,13 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
     for name, value in (
         ("__new__", staticmethod(new)),
-        ("is_cuda", property(lambda fake: fake.fake_device.type == "cuda")),
         ("is_cpu", property(lambda fake: fake.fake_device.type == "cpu")),
-        ("is_meta", property(lambda fake: False)),
         ("get_device", lambda fake: -1 if fake.is_cpu else fake.fake_device.index),
         ("to", to),
         ("cuda", _to_gpu(machine, move)),
     ):
         patches.add(FakeTensor, name, value)
     patches.add(FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each))))
-    patches.add(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == raw.META))
     base = torch.Tensor
     patches.add(base, "_make_subclass", faking(base._make_subclass))
     # A subclass that holds fake tensors has their device; compiled code may hold others.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import torch
@@ -125,11 +125,10 @@ class Tracing:
         triton = torch.utils._triton
         add(triton, "triton_hash_with_backend", lambda: "simulated")
         self._patches.wrap(AlgorithmSelectorCache, "__call__", _choose_first)
-        add(scheduler, "get_device_tflops", _no_clock)
-        add(
-            scheduler, "get_gpu_dram_gbps", lambda: self._machine.current.model.memory_gb_per_second
-        )
-        add(torch._inductor.utils, "get_gpu_dram_gbps", self._bandwidth)
+        for owner in (scheduler, torch._inductor.utils):  # of TFLOPS it has a table, by full name
+            add(
+                owner, "get_gpu_dram_gbps", lambda: self._machine.current.model.memory_gb_per_second
+            )
         unset = vars(proxy_tensor)["unset_fake_temporarily"]
 
         def fold(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -185,20 +184,6 @@ class Tracing:
                 "chooses kernels by their speed: it got its first choices, without what measuring "
                 "them allocates",
             )
-
-    def _bandwidth(self) -> float:
-        """Return the memory's GB/s, which decides which products are too small to be padded.
-
-        Inductor compares it with a GPU's TFLOPS, which it looks up by the whole name, known only
-        for an L4. For others Triton computes a million times too few, from a clock in MHz taken
-        for kHz, so all their products are large enough, as if nothing were known.
-
-        Source: torch/_inductor/fx_passes/pad_mm.py (is_mm_compute_bound), utils.py
-        (get_device_tflops), analysis/device_info.py, torch 2.11 and 2.13; triton/testing.py (nvsmi,
-        get_max_tensorcore_tflops) of 3.6; NVIDIA's data sheet of the L4.
-        """
-        model = self._machine.current.model
-        return model.memory_gb_per_second if model.name == "L4" else _no_clock()
 
     def _should_pad(
         self, decide: Any, match: Any, one: torch.Tensor, other: torch.Tensor, *args: Any,
@@ -380,11 +365,6 @@ def _asking(name: str) -> Callable[..., Any]:
         return getattr(torch._C, name)(*args)
 
     return ask
-
-
-def _no_clock(*_: Any) -> NoReturn:
-    # An ordinary error: its caller then assumes the slowest products.
-    raise RuntimeError("a simulated GPU has no clock")
 
 
 _MEASURED: tuple[tuple[Any, str], ...] = (

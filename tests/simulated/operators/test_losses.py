@@ -117,7 +117,7 @@ def test_blanks_of_a_large_ctc_loss_are_summed_apart(
     targets = 3
     scores = torch.randn(steps, batch, labels, device="cuda", requires_grad=True)
     marks = torch.ones(batch, targets, device="cuda", dtype=torch.long)
-    lengths = [(of,) * batch for of in (16, targets)]
+    lengths: list[Any] = [(of,) * batch for of in (16, targets)]
 
     def joined(given: Any) -> bool:
         loss = functional.ctc_loss(given.log_softmax(-1), marks, *lengths)
