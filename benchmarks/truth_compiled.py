@@ -312,7 +312,7 @@ torch.autograd.graph.save_on_cpu()
 torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
 torch.set_grad_enabled(size==4)
 """,
-    "CALL": "f(x)\nf(x)\nf(x)\nf(x)\ncheckpoint(f,x,use_reentrant=False)\nf(f(x)) if False else f(x)",
+    "CALL": "f(x)\nf(x)\nf(x)\nf(x)\ncheckpoint(f,x,use_reentrant=False)",
     "BACKWARD": """
 scaler.scale(total(out)).backward();scaler.step(optimizer);scaler.update()
 total(out).backward();update()

@@ -144,16 +144,9 @@ def _patch_times(patches: Patches, module: ModuleType) -> None:
                 patches.add(kind, name, lambda *args, **options: TIME)
 
 
-def _patch_inductor_libraries(patches: Patches, module: ModuleType) -> None:
-    caller = vars(module)["ExternKernelCaller"]
-
-    def select(
-        run: Callable[..., Any], cache: Any, name: str, choices: Any, *args: Any, **options: Any
-    ) -> Any:
-        is_library = isinstance(choices[0], caller) if choices else False
-        return run(cache, name, choices[:1] if is_library else choices, *args, **options)
-
-    patches.wrap(vars(module)["AlgorithmSelectorCache"], "__call__", select)
+def _prefer_libraries(patches: Patches, module: ModuleType) -> None:
+    for name in ("max_autotune_gemm_backends", "max_autotune_conv_backends"):
+        patches.add(module, name, "ATEN")  # templates would seem to be faster: all times are equal
 
 
 def _patch_inductor_cache(patches: Patches, module: ModuleType) -> None:
@@ -203,6 +196,6 @@ _PLANS: Mapping[str, Plan] = {
     "torch._inductor.runtime.triton_heuristics": _patch_times,
     "torch._inductor.runtime.benchmarking": _patch_times,
     "torch._inductor.runtime.autotune_cache": _patch_inductor_cache,
-    "torch._inductor.select_algorithm": _patch_inductor_libraries,
+    "torch._inductor.config": _prefer_libraries,
     "triton.runtime.autotuner": _patch_triton,
 }

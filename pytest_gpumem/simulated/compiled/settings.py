@@ -22,13 +22,10 @@ from pytest_gpumem.simulated.common.compiled_notes import (
 )
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
-TUNING = (
-    "max_autotune",
-    "max_autotune_gemm",
-    "max_autotune_pointwise",
-    "coordinate_descent_tuning",
-    "triton.autotune_at_compile_time",
-)
+TUNING = """
+    max_autotune max_autotune_gemm max_autotune_pointwise coordinate_descent_tuning
+    triton.autotune_at_compile_time
+""".split()
 """Settings with which Inductor chooses kernels by their speed."""
 
 HELPERS = "get_compile_threads"
@@ -41,10 +38,7 @@ def no_helpers() -> int:
 
 
 _ATTENTION = (
-    "flash_sdp_enabled",
-    "mem_efficient_sdp_enabled",
-    "math_sdp_enabled",
-    "cudnn_sdp_enabled",
+    "flash_sdp_enabled mem_efficient_sdp_enabled math_sdp_enabled cudnn_sdp_enabled".split()
 )
 """Settings of ``torch.backends.cuda`` that allow kernels of attention."""
 

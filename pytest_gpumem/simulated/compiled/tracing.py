@@ -320,9 +320,6 @@ class _OnHost(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-_LIBRARIES = "ATEN"
-
-
 def _first_choices() -> dict[str, Any]:
     """Return settings of Inductor where it writes a wrapper: libraries' kernels, nothing measured.
 
@@ -331,8 +328,8 @@ def _first_choices() -> dict[str, Any]:
     (is_valid_mm_plus_mm), torch 2.11 to 2.15.
     """
     names = ("max_autotune_gemm_backends", "max_autotune_conv_backends")
-    kept = [name for name in names if _LIBRARIES in getattr(config, name, "").upper()]
-    return {**dict.fromkeys(kept, _LIBRARIES), "triton.autotune_at_compile_time": False}
+    kept = [name for name in names if "ATEN" in getattr(config, name, "").upper()]
+    return {**dict.fromkeys(kept, "ATEN"), "triton.autotune_at_compile_time": False}
 
 
 def _choose_first(
