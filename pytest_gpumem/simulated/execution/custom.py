@@ -301,7 +301,6 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
     eagerly = next((func.py_kernels[key] for key in keys if key in func.py_kernels), None)
     if eagerly is not None:
         return of_parts(runner, eagerly)
-
     return refusing(func.name(), "is for compiled code, so it cannot run on a simulated GPU")
 
 
