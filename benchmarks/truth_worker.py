@@ -30,7 +30,9 @@ from truth_corpora import Case, Group, groups
 
 from pytest_gpumem import SimulatedRun, simulate
 from pytest_gpumem.dry.blocks import passes_dropped, restart_numbering
+from pytest_gpumem.dry.compiling import separate_pool, skip_tuning
 from pytest_gpumem.dry.load import is_loaded
+from pytest_gpumem.measurement.compiling import Compiling
 
 PATIENCE = 300
 """Seconds for the cases of one group."""
@@ -147,11 +149,69 @@ def _entered(
     return simulate(f"{gpu}*{world.local_size}", world_size=world.size, rank=world.rank)
 
 
+class _Compilers:
+    """What compilers take on the dry device, which counts in no test: it has segments of its own.
+
+    In the place of the :class:`~pytest_gpumem.measurement.phases.PhaseTracker` of a test.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._windows: list[tuple[int, int]] = []
+        self._peaks = [0, 0]
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Leave what is taken inside out of the pass."""
+        self._peaks, began = self.peaks(), len(_trace())
+        try:
+            yield
+        finally:
+            torch.cuda.reset_peak_memory_stats()
+            self._windows.append((began, len(_trace())))
+
+    def peaks(self) -> list[int]:
+        """Return the highest bytes allocated and reserved of the pass."""
+        now = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return list(map(max, self._peaks, now))
+
+    def without(self, trace: list[Json]) -> list[Json]:
+        """Return the events of ``trace`` without what is taken and given back in a window."""
+        left = set()
+        for window in self._windows:
+            taken: dict[tuple[str, int], int] = {}
+            for at in range(*window):
+                action, address = trace[at]["action"], trace[at]["addr"]
+                if action in _BEGINS:
+                    taken[_BEGINS[action], address] = at
+                elif (began := taken.pop((action, address), None)) is not None:
+                    left |= {began, at}
+        return [event for at, event in enumerate(trace) if at not in left]
+
+
+_BEGINS = {"alloc": "free_requested", "segment_alloc": "segment_free"}
+"""What ends that which each of them begins."""
+
+_compilers = _Compilers()
+_tracker: Any = _compilers
+
+
+def _trace() -> list[Json]:
+    """Return the recorded events of the current device."""
+    traces: list[list[Json]] = torch.cuda.memory._snapshot()["device_traces"]
+    return traces[torch.cuda.current_device()]
+
+
 @contextlib.contextmanager
 def _dry(group: Group) -> Iterator[None]:
     """Be the rank of ``group``, and compute values where its programs go by them."""
     with contextlib.ExitStack() as inside:
-        inside.enter_context(passes_dropped())  # as in a test
+        inside.enter_context(passes_dropped())  # as in a test, and so are compilers
+        inside.enter_context(skip_tuning(contextlib.nullcontext))
+        inside.enter_context(Compiling(_tracker, separate_pool).watched())
         if group.world is not None:
             from pytest_gpumem.dry.ranks import DryRankProcessGroups
 
@@ -205,6 +265,7 @@ def _begin(simulated: Any, stacks: str | None) -> int:
     torch.cuda.reset_peak_memory_stats()
     if simulated is not None:
         return len(simulated.trace)
+    _compilers.begin()
     torch.cuda.memory._record_memory_history(None)
     if stacks is None:
         torch.cuda.memory._record_memory_history("all", context=None)
@@ -229,7 +290,8 @@ def _ended(simulated: Any, began: int, stacks: str | None) -> Json:
             if getattr(context, "library", None) in WORKSPACES
         ]
     else:
-        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        peaks = dict(zip(peaks, _compilers.peaks(), strict=True))
+        trace = _compilers.without(_trace())
         torch.cuda.memory._record_memory_history(None)
         entries = [(one["action"], one["size"], one.get("frames")) for one in trace]
         who = [_frames(frames) for action, _, frames in entries if _sign(action)] if stacks else []

@@ -146,6 +146,9 @@ class CudaDevice(Device):
             sm_count=properties.multi_processor_count,
             max_threads_per_sm=properties.max_threads_per_multi_processor,
             l2_cache_bytes=properties.L2_cache_size,
+            memory_gb_per_second=getattr(properties, "memory_clock_rate", 0)
+            * getattr(properties, "memory_bus_width", 0)
+            // 4_000_000,
         )
         return Machine(model, device_count())
 

@@ -97,7 +97,7 @@ def separate_pool() -> Iterator[None]:
     pool = torch.cuda.MemPool()
     patches = Patches()
     traced = (OptimizerVariable, "move_step_if_cpu")
-    makers = [traced, *((kind, "_init_group") for kind in torch.optim.Optimizer.__subclasses__())]
+    makers = [traced, *((kind, "_init_group") for kind in _kinds(torch.optim.Optimizer))]
     for kind, name in makers if hasattr(torch._C, _BEGIN) else ():
         if name in vars(kind):
             patches.wrap(kind, name, partial(_in_default_pool, pool))
@@ -105,10 +105,20 @@ def separate_pool() -> Iterator[None]:
         yield
 
 
+def _kinds(kind: type) -> Iterator[type]:
+    """Yield all that are derived from ``kind``: Dynamo gives each optimizer an ``_init_group``."""
+    derived: type
+    for derived in kind.__subclasses__():
+        yield derived
+        yield from _kinds(derived)
+
+
 def _in_default_pool(
     pool: torch.cuda.MemPool, call: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     """Call ``call`` with its allocations in the default pool."""
+    if pool.id not in _receiving:  # an optimizer calls the function of its base
+        return call(*args, **options)
     device = torch.cuda.current_device()
     # As at the end of use_mem_pool: a pool with a second user is never freed, and 2.8 aborts.
     getattr(torch._C, _END)(device, pool.id)
@@ -127,15 +137,16 @@ def _wrap_constant_folder(following: Context, patches: Patches, module: ModuleTy
     patches.wrap(vars(module)["ConstantFolder"], "run", run)
 
 
-def _patch_inductor_kernels(patches: Patches, module: ModuleType) -> None:
-    patches.add(vars(module)["CachingAutotuner"], "bench", lambda *args, **options: TIME)
-
-
-def _patch_inductor_choices(patches: Patches, module: ModuleType) -> None:
+def _patch_times(patches: Patches, module: ModuleType) -> None:
     for kind in list(vars(module).values()):
-        for name in ("benchmark_gpu", "benchmark_gpu_with_cuda_graph"):
+        for name in ("bench", "benchmark_gpu", "benchmark_gpu_with_cuda_graph"):
             if isinstance(kind, type) and name in vars(kind):
                 patches.add(kind, name, lambda *args, **options: TIME)
+
+
+def _prefer_libraries(patches: Patches, module: ModuleType) -> None:
+    for name in ("max_autotune_gemm_backends", "max_autotune_conv_backends"):
+        patches.add(module, name, "ATEN")  # templates would seem to be faster: all times are equal
 
 
 def _patch_inductor_cache(patches: Patches, module: ModuleType) -> None:
@@ -182,8 +193,9 @@ def _without_disk(tuner: Any, key: object, configs: object, tune: Callable[[], o
 
 
 _PLANS: Mapping[str, Plan] = {
-    "torch._inductor.runtime.triton_heuristics": _patch_inductor_kernels,
-    "torch._inductor.runtime.benchmarking": _patch_inductor_choices,
+    "torch._inductor.runtime.triton_heuristics": _patch_times,
+    "torch._inductor.runtime.benchmarking": _patch_times,
     "torch._inductor.runtime.autotune_cache": _patch_inductor_cache,
+    "torch._inductor.config": _prefer_libraries,
     "triton.runtime.autotuner": _patch_triton,
 }

@@ -216,6 +216,7 @@ def _one(model: GpuModel, index: int) -> str:
         "optin": limits.shared_memory_per_block,
         "blocks": limits.blocks,
         "bus": model.memory_bus_bits,
+        "bandwidth": model.memory_gb_per_second,
         "instances": catalogue.COMPUTE_SLICES if model.name in INSTANCES else 0,
         "instance": int(bool(model.profile)),
     }

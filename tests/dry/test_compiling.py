@@ -12,14 +12,17 @@ def test_compilers_have_a_pool_but_not_the_state_of_optimizers(dry_run: Run) -> 
     """
     found = dry_run(
         """
+from contextlib import nullcontext
 from types import SimpleNamespace
+from torch._dynamo.eval_frame import TorchPatcher
 from torch._dynamo.variables.optimizer import OptimizerVariable
-from pytest_gpumem.dry.compiling import separate_pool
+from pytest_gpumem.dry.compiling import separate_pool, skip_tuning
 
 weight = torch.nn.Parameter(torch.empty(1 << 20, device="cuda"))
 weight.grad = torch.zeros_like(weight)
-optimizer, counting = torch.optim.Adam([weight]), torch.optim.Adagrad([weight])
-with separate_pool():
+optimizer, counting = torch.optim.AdamW([weight]), torch.optim.Adagrad([weight])
+TorchPatcher.patch()  # gives each kind of optimizer a function of its own
+with skip_tuning(nullcontext), separate_pool():
     optimizer.step()
     OptimizerVariable.move_step_if_cpu(SimpleNamespace(value=counting))
     constant = torch.empty(1 << 20, device="cuda")
@@ -42,6 +45,27 @@ found["may leave"] = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
     assert found["constant"] != [0, 0]
     if found["may leave"]:
         assert set(map(tuple, found["pools behind"])) == {(0, 0)}
+
+
+def test_a_kernel_that_would_be_measured_is_that_of_the_library(dry_run: Run) -> None:
+    """Times are all equal, so a template fused with what follows would seem to be faster."""
+    found = dry_run(
+        """
+from contextlib import nullcontext
+from pytest_gpumem.dry.compiling import skip_tuning
+
+with skip_tuning(nullcontext):
+    from torch._inductor.utils import run_and_get_code
+    given = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    run = torch.compile(
+        lambda x: torch.addmm(x[0], x, x).float().relu(), mode="max-autotune-no-cudagraphs"
+    )
+    _, (code,) = run_and_get_code(run, given)
+found["library"] = "extern_kernels.addmm(" in code
+found["template"] = "triton_tem_" in code
+"""
+    )
+    assert found == {"library": True, "template": False}
 
 
 def test_compilers_use_a_pool_that_receives_allocations_already(dry_run: Run) -> None:

@@ -26,6 +26,7 @@ static void read_field(struct device *device, char *field)
         {"l2", offsetof(struct device, l2)},         {"shared", offsetof(struct device, shared)},
         {"optin", offsetof(struct device, optin)},   {"blocks", offsetof(struct device, blocks)},
         {"bus", offsetof(struct device, bus_width)}, {"memory", offsetof(struct device, memory)},
+        {"bandwidth", offsetof(struct device, bandwidth)},
         {"instance", offsetof(struct device, instance)},
         {"instances", offsetof(struct device, instances)},
     };

@@ -33,6 +33,7 @@ struct device {
     char name[256];
     size_t memory;
     int64_t major, minor, sms, threads, l2, shared, optin, blocks, bus_width;
+    int64_t bandwidth; /* of the memory, GB/s */
     unsigned char uuid[16];
     int64_t instance;  /* not 0: a MIG instance of the GPU that is listed before it */
     int64_t instances; /* the most MIG instances; 0: MIG cannot divide it */

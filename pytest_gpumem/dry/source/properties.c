@@ -82,8 +82,9 @@ static int64_t attribute_of(const struct device *device, int attribute)
     case REGISTERS_PER_MULTIPROCESSOR:
         return 65536;
     case CLOCK_RATE:
-    case MEMORY_CLOCK_RATE:
         return 1000000; /* kHz */
+    case MEMORY_CLOCK_RATE: /* twice a period the whole bus (get_dram_gbps of triton/testing.py) */
+        return device->bus_width ? device->bandwidth * 4000000 / device->bus_width : 0;
     case TEXTURE_ALIGNMENT:
         return 512;
     case MULTIPROCESSORS:

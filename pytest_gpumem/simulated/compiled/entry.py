@@ -50,9 +50,7 @@ if TYPE_CHECKING:
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Modes: follow if possible, refuse otherwise, or run compiled code eagerly."""
 
-_NOT_FOLLOWED = (
-    *("aotinductor", "onnxrt", "openxla", "openxla_eval", "tensorrt", "torch_tensorrt", "tvm"),
-)
+_NOT_FOLLOWED = "aotinductor onnxrt openxla openxla_eval tensorrt torch_tensorrt tvm".split()
 """Backends that run graphs in C++ or in a library, which allocates by itself."""
 
 _INDUCTOR = "torch._inductor.compile_fx"

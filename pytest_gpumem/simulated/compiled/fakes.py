@@ -18,7 +18,6 @@ and 2.13.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ import torch._higher_order_ops.flex_attention
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
-from torch._subclasses import fake_tensor, meta_utils
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import GraphModule
@@ -51,8 +50,7 @@ _PLACES = ("device", "fake_device", "_fake_device")
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Plan replacements that make fake tensors of the GPUs of ``machine``."""
-    make, describer = FakeTensor.__new__, meta_utils.MetaTensorDescriber
-    describe: Callable[..., Any] = describer.describe_tensor
+    make = FakeTensor.__new__
     trace: Callable[..., GraphModule] = proxy_tensor.dispatch_trace
     move: Callable[..., Any] = torch.Tensor.to
 
@@ -69,12 +67,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         kwargs = {name: indexed(machine, value) for name, value in kwargs.items()}
         return move(fake, *(indexed(machine, value) for value in args), **kwargs)
 
-    def describe_tensor(describer: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        described = describe(describer, tensor, *args, **kwargs)
-        block = machine.storages.of(tensor)
-        if block is None:
-            return described
-        return dataclasses.replace(described, device=block.device.torch_device)
+    def device(each: torch.Tensor) -> torch.device:
+        found = place_of(each) or raw.device(each)
+        block = machine.storages.of(each) if found == raw.META else None
+        return found if block is None else block.device.torch_device
 
     def dispatch_trace(*args: Any, **options: Any) -> GraphModule:
         """Trace a graph that has ``cuda`` where C++ has reported ``meta``."""
@@ -86,21 +82,18 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
     for name, value in (
         ("__new__", staticmethod(new)),
-        ("is_cuda", property(lambda fake: fake.fake_device.type == "cuda")),
         ("is_cpu", property(lambda fake: fake.fake_device.type == "cpu")),
-        ("is_meta", property(lambda fake: False)),
         ("get_device", lambda fake: -1 if fake.is_cpu else fake.fake_device.index),
         ("to", to),
         ("cuda", _to_gpu(machine, move)),
     ):
         patches.add(FakeTensor, name, value)
     patches.add(FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each))))
-    patches.add(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == raw.META))
     base = torch.Tensor
     patches.add(base, "_make_subclass", faking(base._make_subclass))
     # A subclass that holds fake tensors has their device; compiled code may hold others.
     patches.add(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
-    patches.add(base, "device", property(lambda each: place_of(each) or raw.device(each)))
+    patches.add(base, "device", property(device))
     patches.add(base, "is_cuda", property(lambda each: each.device.type == "cuda"))
     patches.add(base, "is_meta", property(lambda each: each.device.type == "meta"))
     patches.join_inherited(base)  # as the simulation's own, which come back while user code runs
@@ -110,7 +103,6 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch._C, "_conv_determine_backend_memory_format", _convolution_format)
     patches.add(fake_tensor, "init_gpu_context", lambda device: None)
     patches.add(proxy_tensor, "dispatch_trace", dispatch_trace)
-    patches.add(describer, "describe_tensor", describe_tensor)
 
 
 def place(machine: SimulatedMachine, device: Any) -> torch.device:

@@ -22,17 +22,11 @@ from pytest_gpumem.simulated.common.compiled_notes import (
 )
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
-TUNING = (
-    "max_autotune",
-    "max_autotune_gemm",
-    "max_autotune_pointwise",
-    "coordinate_descent_tuning",
-    "triton.autotune_at_compile_time",
-)
+TUNING = """
+    max_autotune max_autotune_gemm max_autotune_pointwise coordinate_descent_tuning
+    triton.autotune_at_compile_time
+""".split()
 """Settings with which Inductor chooses kernels by their speed."""
-
-UNTUNED: dict[str, Any] = dict.fromkeys(TUNING, False)
-"""Settings of Inductor where it writes a wrapper: nothing is measured."""
 
 HELPERS = "get_compile_threads"
 """Inductor's function for how many processes and threads compile kernels (async_compile.py)."""
@@ -44,10 +38,7 @@ def no_helpers() -> int:
 
 
 _ATTENTION = (
-    "flash_sdp_enabled",
-    "mem_efficient_sdp_enabled",
-    "math_sdp_enabled",
-    "cudnn_sdp_enabled",
+    "flash_sdp_enabled mem_efficient_sdp_enabled math_sdp_enabled cudnn_sdp_enabled".split()
 )
 """Settings of ``torch.backends.cuda`` that allow kernels of attention."""
 

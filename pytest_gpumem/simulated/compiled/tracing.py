@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import torch
@@ -37,6 +37,7 @@ from torch._inductor.fx_passes import pad_mm
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.select_algorithm import AlgorithmSelectorCache
 from torch._ops import OpOverload
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
@@ -123,8 +124,11 @@ class Tracing:
         add = self._patches.add
         triton = torch.utils._triton
         add(triton, "triton_hash_with_backend", lambda: "simulated")
-        add(scheduler, "get_gpu_dram_gbps", _no_clock)
-        add(torch._inductor.utils, "get_gpu_dram_gbps", self._bandwidth)
+        self._patches.wrap(AlgorithmSelectorCache, "__call__", _choose_first)
+        for owner in (scheduler, torch._inductor.utils):  # of TFLOPS it has a table, by full name
+            add(
+                owner, "get_gpu_dram_gbps", lambda: self._machine.current.model.memory_gb_per_second
+            )
         unset = vars(proxy_tensor)["unset_fake_temporarily"]
 
         def fold(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +161,7 @@ class Tracing:
         self, write: Callable[..., Any], graph: GraphModule, *args: Any, **options: Any
     ) -> Any:
         self.note_tuning({})
-        with FramesCleared(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
+        with FramesCleared(), self.entered(), standing_in(), config.patch(_first_choices()):
             if not self._machine.values.everything:
                 return write(graph, *args, **options)
             computed = GraphValues(self._machine, graph)  # Inductor changes the graph
@@ -180,21 +184,6 @@ class Tracing:
                 "chooses kernels by their speed: it got its first choices, without what measuring "
                 "them allocates",
             )
-
-    def _bandwidth(self) -> float:
-        """Return the memory's GB/s, which decides which products are too small to be padded.
-
-        Inductor compares it with a GPU's TFLOPS, which it looks up by the whole name, known only
-        for an L4. For others Triton computes a million times too few, from a clock in MHz taken
-        for kHz, so all their products are large enough, as if nothing were known.
-
-        Source: torch/_inductor/fx_passes/pad_mm.py (is_mm_compute_bound), utils.py
-        (get_device_tflops), analysis/device_info.py, torch 2.11 and 2.13; triton/testing.py (nvsmi,
-        get_max_tensorcore_tflops) of 3.6; NVIDIA's data sheet of the L4.
-        """
-        if self._machine.current.model.name == "L4":
-            return 300.0
-        return _no_clock()
 
     def _should_pad(
         self, decide: Any, match: Any, one: torch.Tensor, other: torch.Tensor, *args: Any,
@@ -331,6 +320,25 @@ class _OnHost(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def _first_choices() -> dict[str, Any]:
+    """Return settings of Inductor where it writes a wrapper: libraries' kernels, nothing measured.
+
+    Settings that it tunes by stay: they also decide what is a matrix product. Source:
+    torch/_inductor/kernel/conv.py (convert_1x1_conv_to_mm), fx_passes/post_grad.py
+    (is_valid_mm_plus_mm), torch 2.11 to 2.15.
+    """
+    names = ("max_autotune_gemm_backends", "max_autotune_conv_backends")
+    kept = [name for name in names if "ATEN" in getattr(config, name, "").upper()]
+    return {**dict.fromkeys(kept, "ATEN"), "triton.autotune_at_compile_time": False}
+
+
+def _choose_first(
+    select: Callable[..., Any], cache: Any, name: str, choices: Any, *args: Any, **options: Any
+) -> Any:
+    """Wrap ``AlgorithmSelectorCache.__call__``, which measures where it has several choices."""
+    return select(cache, name, choices[:1], *args, **options)
+
+
 def _is_fresh(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     """Return whether all parameters of ``group`` are on the GPU, and none has a state yet."""
     parameters = group["params"]
@@ -354,11 +362,6 @@ def _asking(name: str) -> Callable[..., Any]:
         return getattr(torch._C, name)(*args)
 
     return ask
-
-
-def _no_clock() -> NoReturn:
-    # An ordinary error: its caller then assumes the slowest products.
-    raise RuntimeError("a simulated GPU has no memory clock")
 
 
 _MEASURED: tuple[tuple[Any, str], ...] = (

@@ -291,25 +291,16 @@ def composite_below_autograd(runner: Runner, func: Any) -> Handler:
     return whole(runner, func, _on_gpu(runner, func, tables.BELOW_AUTOGRAD[str(func)]))
 
 
-_WITH_RANDOM_STATE = frozenset({"graphsafe_run_with_rng_state"})
-"""Compiled code's way to recompute an operator with the same random numbers, which allocates
-nothing else (torch/_prims/rng_prims.py)."""
-
-
 def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
     """Return a handler of control flow, and of other operators that take functions."""
     if func.name() in _UNSEEN:
         return of_parts(runner, _UNSEEN[func.name()])
-    if func.name() in _WITH_RANDOM_STATE:
-        return of_parts(
-            runner, lambda operator, *args, rng_state, **kwargs: operator(*args, **kwargs)
-        )
-    # torch runs this in eager code; random operators of DTensor have one only for CUDA.
+    # torch runs this in eager code; random operators of DTensor, and those that a checkpoint in
+    # compiled code computes again (torch/_prims/rng_prims.py), have one only for CUDA.
     keys = torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CUDA
     eagerly = next((func.py_kernels[key] for key in keys if key in func.py_kernels), None)
     if eagerly is not None:
         return of_parts(runner, eagerly)
-
     return refusing(func.name(), "is for compiled code, so it cannot run on a simulated GPU")
 
 

@@ -273,11 +273,11 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
     (custom.is_composite, custom.composite),
     (custom.is_written_in_parts, custom.written_in_parts),
     (lambda func: str(func) in tables.BELOW_AUTOGRAD, custom.composite_below_autograd),
-    # Inductor's primitive between separate parts of a graph is made of ``Tensor.to``
-    # (torch/_prims/__init__.py, 2.6 to 2.15).
+    # Outside of Inductor's kernels a primitive makes a tensor like its result before it runs: seeds
+    # of checkpoints, parts of a graph (torch/_prims/__init__.py, _prim_impl, 2.6 to 2.15).
     (
-        lambda func: str(func) == "prims.device_put.default",
-        lambda runner, func: of_parts(runner, func.impl_aten),
+        lambda func: hasattr(func, "prim_impl"),
+        lambda runner, func: of_parts(runner, func.prim_impl),
     ),
     (lambda func: _name(func) in _READS, read),
     (lambda func: _name(func).startswith("aten::quantize_per_"), quantize),

@@ -236,5 +236,7 @@ def refuse_reused(storages: Storages, func: Any, args: Args, kwargs: Any) -> Non
 @cache
 def _reads(func: Any) -> bool:
     """Return whether ``func`` uses more of its tensors than their shapes."""
+    if isinstance(func, HigherOrderOperator):
+        return True
     name = func._schema.name
     return name == "aten::_to_copy" or not (name == "aten::detach" or is_factory(func))

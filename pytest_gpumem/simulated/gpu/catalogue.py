@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.sizes import KIB, MIB
@@ -40,6 +40,8 @@ class GpuModel(Plain):
     l2_cache_bytes: int
     memory_bus_bits: int = 0
     """The width of the memory bus, ``memory_bus_width``; 0 where it is not known."""
+    memory_gb_per_second: int = 0
+    """The bandwidth of the memory, by which Inductor fuses kernels; 0 where it is not known."""
 
     @property
     def parent_name(self) -> str:
@@ -58,52 +60,44 @@ class GpuModel(Plain):
 #
 # max_threads_per_sm: CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability": 1024 for 7.5; 1536 for 8.6 and 8.9; 2048 for 7.0, 8.0, 9.0 and 10.
-# memory_bus_bits: NVIDIA's data sheets.
-_CATALOGUE = (
+# memory_bus_bits, memory_gb_per_second: NVIDIA's data sheets.
+_ROWS: tuple[tuple[Any, ...], ...] = (
     # deviceQuery 12.2 (Google Colab)
-    GpuModel("T4", "Tesla T4", 15_835_660_288, (7, 5), 40, 1024, 4 * MIB, 256),
+    ("T4", "Tesla T4", 15_835_660_288, (7, 5), 40, 1024, 4 * MIB, 256, 320),
     # deviceQuery 12.4
-    GpuModel("V100", "Tesla V100-SXM2-16GB", 16_928_342_016, (7, 0), 80, 2048, 6 * MIB, 4096),
+    ("V100", "Tesla V100-SXM2-16GB", 16_928_342_016, (7, 0), 80, 2048, 6 * MIB, 4096, 900),
     # deviceQuery 12.9
-    GpuModel("V100-32GB", "Tesla V100-SXM2-32GB", 34_072_559_616, (7, 0), 80, 2048, 6 * MIB, 4096),
+    ("V100-32GB", "Tesla V100-SXM2-32GB", 34_072_559_616, (7, 0), 80, 2048, 6 * MIB, 4096, 900),
     # deviceQuery 12.8
-    GpuModel("A10", "NVIDIA A10", 23_696_375_808, (8, 6), 72, 1536, 6 * MIB, 384),
+    ("A10", "NVIDIA A10", 23_696_375_808, (8, 6), 72, 1536, 6 * MIB, 384, 600),
     # torch 2.15 get_device_properties, CUDA 13 build: 22587 MB, exact to 1 MiB only
-    GpuModel("A10G", "NVIDIA A10G", 22_587 * MIB, (8, 6), 80, 1536, 6 * MIB, 384),
+    ("A10G", "NVIDIA A10G", 22_587 * MIB, (8, 6), 80, 1536, 6 * MIB, 384, 600),
     # deviceQuery 12.2 (github.com/bottlerocket-os/bottlerocket/pull/3873)
-    GpuModel(
-        "A100-40GB", "NVIDIA A100-SXM4-40GB", 42_298_834_944, (8, 0), 108, 2048, 40 * MIB, 5120
-    ),
+    ("A100-40GB", "NVIDIA A100-SXM4-40GB", 42_298_834_944, (8, 0), 108, 2048, 40 * MIB, 5120, 1555),
     # deviceQuery 12.2
-    GpuModel(
-        "A100-80GB", "NVIDIA A100-SXM4-80GB", 84_987_740_160, (8, 0), 108, 2048, 40 * MIB, 5120
-    ),
+    ("A100-80GB", "NVIDIA A100-SXM4-80GB", 84_987_740_160, (8, 0), 108, 2048, 40 * MIB, 5120, 2039),
     # deviceQuery 12.0
-    GpuModel("L4", "NVIDIA L4", 23_612_293_120, (8, 9), 58, 1536, 48 * MIB, 192),
+    ("L4", "NVIDIA L4", 23_612_293_120, (8, 9), 58, 1536, 48 * MIB, 192, 300),
     # cuda-device-query, CUDA 12.4 driver
-    GpuModel("L40S", "NVIDIA L40S", 47_576_711_168, (8, 9), 142, 1536, 96 * MIB, 384),
+    ("L40S", "NVIDIA L40S", 47_576_711_168, (8, 9), 142, 1536, 96 * MIB, 384, 864),
     # deviceQuery 12.2 (12 GB model); L2 from a CUDA 12.1 driver
-    GpuModel(
-        "RTX-3060", "NVIDIA GeForce RTX 3060", 12_629_508_096, (8, 6), 28, 1536, 2304 * KIB, 192
-    ),
+    ("RTX-3060", "NVIDIA GeForce RTX 3060", 12_629_508_096, (8, 6), 28, 1536, 2304 * KIB, 192, 360),
     # deviceQuery 11.8
-    GpuModel("RTX-3090", "NVIDIA GeForce RTX 3090", 25_447_170_048, (8, 6), 82, 1536, 6 * MIB, 384),
+    ("RTX-3090", "NVIDIA GeForce RTX 3090", 25_447_170_048, (8, 6), 82, 1536, 6 * MIB, 384, 936),
     # deviceQuery 12.3, of the laptop model, which has the same memory and SMs: none of the desktop
     # card under Linux is public; L2 from NVIDIA's data sheet
-    GpuModel("RTX-4060", "NVIDIA GeForce RTX 4060", 8_325_824_512, (8, 9), 24, 1536, 24 * MIB, 128),
+    ("RTX-4060", "NVIDIA GeForce RTX 4060", 8_325_824_512, (8, 9), 24, 1536, 24 * MIB, 128, 272),
     # deviceQuery 12.4
-    GpuModel(
-        "RTX-4090", "NVIDIA GeForce RTX 4090", 25_386_352_640, (8, 9), 128, 1536, 72 * MIB, 384
-    ),
+    ("RTX-4090", "NVIDIA GeForce RTX 4090", 25_386_352_640, (8, 9), 128, 1536, 72 * MIB, 384, 1008),
     # deviceQuery 12.8
-    GpuModel("H100", "NVIDIA H100 80GB HBM3", 85_028_896_768, (9, 0), 132, 2048, 50 * MIB, 5120),
+    ("H100", "NVIDIA H100 80GB HBM3", 85_028_896_768, (9, 0), 132, 2048, 50 * MIB, 5120, 3350),
     # torch total_memory and l2_bytes of a vLLM run
-    GpuModel("H200", "NVIDIA H200", 150_109_880_320, (9, 0), 132, 2048, 60 * MIB, 6144),
+    ("H200", "NVIDIA H200", 150_109_880_320, (9, 0), 132, 2048, 60 * MIB, 6144, 4800),
     # torch total_memory, CUDA 12.8 and 13.0 builds; SMs and L2: github.com/pytorch/ao/pull/4002
-    GpuModel("B200", "NVIDIA B200", 191_503_007_744, (10, 0), 148, 2048, 129_536 * KIB, 8192),
+    ("B200", "NVIDIA B200", 191_503_007_744, (10, 0), 148, 2048, 129_536 * KIB, 8192, 8000),
 )
 
-GPUS: Mapping[str, GpuModel] = MappingProxyType({gpu.name: gpu for gpu in _CATALOGUE})
+GPUS: Mapping[str, GpuModel] = MappingProxyType({row[0]: GpuModel(*row) for row in _ROWS})
 """Every model by name. ``total_memory`` is exact to the byte, unless its row says otherwise."""
 
 

@@ -175,6 +175,11 @@ def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
     lengths = [log_alpha.new_empty(log_probs.shape[1], dtype=torch.int64) for _ in range(3)]
     log_beta = torch.empty_like(log_alpha, memory_format=torch.contiguous_format)
     gradient = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+    steps, batch, labels = log_probs.shape
+    if 2 * steps + 24 * batch // 10 + 2 * labels // 10 > 450:  # is_large: blanks are summed apart
+        joined = log_alpha[..., ::2] + log_beta[..., ::2]
+        joined.logsumexp(2, keepdim=True)
+        del joined
     del log_beta, lengths
     return gradient
 

@@ -8,7 +8,9 @@ ReduceOps.cpp (dist, logsumexp), BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma),
 TensorAdvancedIndexing.cpp (_unsafe_masked_index, masked_scatter_backward), TensorCompare.cpp
 (isinf), Linear.cpp (_trilinear), LinearAlgebra.cpp (addbmm, _linalg_det_out, _linalg_slogdet_out,
 linalg_polar, linalg_matrix_sqrth: new in 2.15), transformers/attention.cpp (_safe_softmax) and
-transformer.cpp (transformer_encoder_layer_forward), torch 2.6 to 2.15.
+transformer.cpp (transformer_encoder_layer_forward), torch 2.6 to 2.15. ``_functional`` overloads
+are generated (torchgen/gen_functionalization_type.py, gen_composite_functional_kernel): what the
+operator itself writes to is copied before.
 
 Kernels of other libraries are built from torch's operators, too: torchvision's (``vision``) and
 bitsandbytes', which packs weights to 4 and 8 bits and multiplies by them. Results of a user's C++
@@ -39,15 +41,17 @@ from pytest_gpumem.simulated.operators import vision
 from pytest_gpumem.simulated.operators.rules import Composite, passed
 
 _BUILT = """
-    _convolution.default _euclidean_dist.default _linalg_det.default _linalg_det.result
-    _linalg_slogdet.default _linalg_slogdet.sign _pack_padded_sequence.default _safe_softmax.default
+    _batch_norm_with_update_functional.default _convolution.default _euclidean_dist.default
+    _linalg_det.default _linalg_det.result _linalg_slogdet.default _linalg_slogdet.sign
+    _native_batch_norm_legit_functional.default _pack_padded_sequence.default _safe_softmax.default
     _transformer_encoder_layer_fwd.default _trilinear.default _unsafe_masked_index.default
     _unsafe_masked_index_put_accumulate.default addbmm.default addbmm.out addbmm_.default
     affine_grid_generator.default binary_cross_entropy_with_logits.default
     convolution_backward.default dist.default isinf.default ldexp.Tensor ldexp_.default
     linalg_matrix_sqrth.default linalg_pinv.atol_rtol_tensor linalg_polar.default linalg_polar.out
     logsumexp.default logsumexp.out masked_scatter_backward.default mvlgamma.default
-    mvlgamma_.default soft_margin_loss_backward.default soft_margin_loss_backward.grad_input
+    mvlgamma_.default rrelu_with_noise_functional.default soft_margin_loss_backward.default
+    soft_margin_loss_backward.grad_input
 """.split()
 
 _KEYS = (

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.operators.layout import is_dense
-from pytest_gpumem.simulated.operators.rules import Composite
+from pytest_gpumem.simulated.operators.rules import Composite, decompose, is_traced
 
 InPlace = Callable[[tuple[Any, ...], str], OpOverload | None]
 """(arguments, name of the running autograd node) -> the operator CUDA runs, or ``None``."""
@@ -229,7 +229,12 @@ def with_cuda_sums(given: Tensor, kwargs: Kwargs, node: str) -> dict[str, Any]:
 
 
 def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> Tensor:
-    """Run ``aten::cumprod_backward`` (ReduceOps.cpp) for an input in which no element is zero."""
+    """Run ``aten::cumprod_backward`` (ReduceOps.cpp) for an input in which no element is zero.
+
+    Nothing is known of elements that a compiler traces (areAnyTensorSubclassLike).
+    """
+    if is_traced(input):
+        return decompose(_aten.cumprod_backward.default, grad, input, dim, output)
     if input.numel() <= 1 or input.shape[dim] == 1:
         return grad
     weighted = output.conj() * grad

@@ -91,3 +91,14 @@ def test_a_gradient_is_traced_where_the_test_runs_compiled_code_eagerly() -> Non
     with simulate("A100-40GB") as other:
         attend("plain")
     assert gpu.peak_allocated == other.peak_allocated
+
+
+def test_the_gradient_of_scores_is_traced_with_two_examples() -> None:
+    """One is like the result of ``score_mod``, and one like that: both are on the GPU, at once."""
+    with simulate("A100-40GB") as gpu:
+        query = torch.randn(1, 2, 16, 16, device="cuda", requires_grad=True)
+        flex_attention(query, query, query, score_mod=lambda score, b, h, q, k: score + q)
+        events = [event for event in gpu.trace if event.action in ("alloc", "free_requested")]
+    made = [f"{event.action[0]}{event.size}" for event in events]
+    examples = ["a4", "a4", "f4", "f4"]
+    assert examples in [made[at : at + 4] for at in range(len(made))]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import scheduler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 from pytest_gpumem import simulate
+from pytest_gpumem.simulated.gpu.catalogue import GPUS
 from tests.forked import quick
 
 pytestmark = pytest.mark.filterwarnings(
@@ -109,6 +113,39 @@ def test_autotuning_at_compile_time_is_not_measured() -> None:
         run(x)
         assert taken(gpu, run, x) == [MIB]
         assert any("chooses kernels by their speed" in note for note in gpu.notes)
+
+
+def test_a_convolution_that_would_be_tuned_is_a_matrix_product() -> None:
+    """With that setting one of single pixels is lowered to another operator, of cuBLAS."""
+    with simulate("A100-40GB", compile="always") as gpu, torch.no_grad():
+        layer = torch.nn.Conv2d(8, 16, 1, bias=False).cuda()
+        x = torch.randn(4, 8, 32, 32, device="cuda").to(memory_format=torch.channels_last)
+        workspace = 8_519_680
+        for mode, has_workspace in (("default", False), ("max-autotune-no-cudagraphs", True)):
+            run = torch.compile(lambda x, layer=layer: (layer(x),), mode=mode)
+            assert (workspace in taken(gpu, run, x)) is has_workspace
+            torch._dynamo.reset()
+
+
+@pytest.mark.skipif(
+    not hasattr(scheduler, "_REINDEXING_FUSION_LAUNCH_OVERHEAD_NS"), reason="torch 2.15 or later"
+)
+@pytest.mark.parametrize(("model", "is_fused"), [("A100-40GB", True), ("mine", False)])
+def test_kernels_are_fused_by_the_bandwidth_of_the_memory(model: str, is_fused: bool) -> None:
+    """A norm whose result is read in another order: a launch costs more than it saves."""
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor]:
+        x = functional.layer_norm(x, (48,))
+        by_channel = x.unflatten(2, (3, 16)).transpose(1, 2)
+        return (functional.conv2d(by_channel.to(memory_format=torch.channels_last), kernel),)
+
+    known = GPUS["A100-40GB"]
+    mine = dataclasses.replace(known, name=model, memory_gb_per_second=0)
+    with simulate(known if is_fused else mine, compile="always") as gpu, torch.no_grad():
+        kernel = torch.randn(3, 3, 3, 3, device="cuda")
+        x = torch.randn(4, 16, 96, device="cuda")[..., :48]
+        sizes = taken(gpu, torch.compile(run), x)
+        assert (4 * 4 * 16 not in sizes) is is_fused
 
 
 WHOLE = """

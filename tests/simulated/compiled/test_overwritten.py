@@ -49,6 +49,12 @@ Results = tuple[torch.Tensor, torch.Tensor]
         lambda result: result.tolist(),
         lambda result: result.data_ptr(),
         lambda result: result.untyped_storage().data_ptr(),
+        lambda result: torch.ops.higher_order.graphsafe_run_with_rng_state(
+            torch.ops.aten.mul.Tensor,
+            result,
+            result,
+            rng_state=torch.cuda.default_generators[0].graphsafe_get_state(),
+        ),
     ],
 )
 def test_reading_an_overwritten_result_is_an_error(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._prims  # makes the operator
+import torch._inductor.inductor_prims  # makes operators
 
 from pytest_gpumem import simulate
 
@@ -21,3 +21,16 @@ def test_a_primitive_copies_to_the_host_and_back() -> None:
         assert back.is_cuda
         assert gpu.allocated == 2 * 4096
         assert torch.equal(back.cpu(), on_host)
+
+
+def test_a_primitive_makes_a_tensor_like_its_result_before_it_runs() -> None:
+    """A checkpoint's seeds are one: the kernels of a wrapper call none (``_prim_impl``)."""
+    with simulate("A100-40GB") as gpu:
+        device = torch.device("cuda", 0)
+        seeds = torch.ops.prims.inductor_seeds(2, device)
+        assert seeds.is_cuda
+        sizes = [event.size for event in gpu.trace if event.action == "alloc"]
+        assert sizes == [16, 16, 16]
+        assert gpu.allocated == 512
+        assert torch.ops.prims.view_of(seeds).is_cuda
+        assert gpu.allocated == 512

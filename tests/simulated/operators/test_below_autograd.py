@@ -70,3 +70,15 @@ def test_the_multivariate_gamma_function_sums_over_its_dims(on: Any) -> None:
     gpu = on()
     x = torch.randn(16, 16, device="cuda")
     assert gpu.of(lambda: torch.mvlgamma(x, 3)) == [12, 3 * 1024, -12, 1024, -3 * 1024]
+
+
+def test_functional_overloads_copy_what_is_written_first(on: Any) -> None:
+    """They are generated: copies, then the operator that writes to them."""
+    gpu = on()
+    x, weight = torch.randn(4, 8, 16, 16, device="cuda"), torch.ones(8, device="cuda")
+    mean, deviation = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
+    given = (x, weight, weight, mean, deviation)
+    run = torch.ops.aten._native_batch_norm_legit_functional
+    kept: list[Any] = []
+    events = gpu.of(lambda: kept.append(run(*given, True, 0.1, 1e-5)))
+    assert events == [32, 32, x.nbytes, 32, 32]

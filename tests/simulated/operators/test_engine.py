@@ -132,6 +132,14 @@ def test_backward_of_cumprod_assumes_no_zeros(on: Any) -> None:
     assert allocated.count(MATRIX // 4) == 1
 
 
+def test_backward_of_cumprod_knows_no_zeros_where_it_is_traced(on: Any) -> None:
+    """Tensor subclasses get the formula for any input, which counts the zeros: int64."""
+    gpu = on()
+    product = torch.compile(lambda x: x.cumprod(1))(leaf())
+    gradient = torch.ones(64, 64, device="cuda")
+    assert 2 * MATRIX in gpu.of(lambda: product.backward(gradient))
+
+
 def test_gradients_with_a_graph_are_added_out_of_place(on: Any) -> None:
     gpu = on()
     weight, other = leaf(), torch.randn(64, 64, device="cuda")

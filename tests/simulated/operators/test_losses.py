@@ -138,3 +138,25 @@ def test_types_that_a_kernel_does_not_mix_are_refused(on: Any, loss: Any) -> Non
     x = torch.rand(8, 8, device="cuda", requires_grad=True)
     with pytest.raises(RuntimeError, match="expects tensors of the same dtype"):
         loss(x, torch.rand(8, 8, device="cuda", dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("steps", "batch", "labels"), [(216, 8, 7), (100, 104, 20), (50, 4, 1710), (225, 1, 5)]
+)
+def test_blanks_of_a_large_ctc_loss_are_summed_apart(
+    on: Any, steps: int, batch: int, labels: int
+) -> None:
+    """From 450 on, of twice the steps and tenths of batch and labels (is_large of LossCTC.cu)."""
+    gpu = on()
+    targets = 3
+    scores = torch.randn(steps, batch, labels, device="cuda", requires_grad=True)
+    marks = torch.ones(batch, targets, device="cuda", dtype=torch.long)
+    lengths: list[Any] = [(of,) * batch for of in (16, targets)]
+
+    def joined(given: Any) -> bool:
+        loss = functional.ctc_loss(given.log_softmax(-1), marks, *lengths)
+        events = gpu.of(lambda: loss.backward())
+        return given.shape[0] * batch * (targets + 1) * 4 in events
+
+    assert joined(scores)
+    assert not joined(scores.detach()[:-8].requires_grad_())
