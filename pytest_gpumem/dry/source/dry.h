@@ -64,6 +64,7 @@ void *memory_take(size_t size, enum kind kind, int device); /* NULL: the device 
 bool memory_give(void *start, enum kind kind);
 bool memory_register(void *start, size_t size);
 bool memory_find(const void *address, struct block *found);
+bool on_device(const void *address);
 bool memory_charge(int device, size_t size); /* counts physical memory that cuMemCreate takes */
 void memory_refund(int device, size_t size);
 size_t memory_free_bytes(int device);

@@ -86,6 +86,10 @@ def _add_double_backward(machine: SimulatedMachine, patches: Patches) -> None:
     """
 
     def run(engine: Callable[..., Any], t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with machine.streams.passing(t_outputs, args[0], machine.storages.of):
+            return run_outermost(engine, t_outputs, *args, **kwargs)
+
+    def run_outermost(engine: Callable[..., Any], t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if _graph_task() != -1:
             return engine(t_outputs, *args, **kwargs)
         began, results = _next(), None
