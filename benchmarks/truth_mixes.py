@@ -42,27 +42,6 @@ _m=nn.Sequential(nn.Linear(x.shape[-1],64),nn.GELU()).to('cuda:0');_n=nn.Linear(
 _m=nn.TransformerEncoderLayer(x.shape[-1],1,64,batch_first=True).to('cuda:1');_t=_m(x.to('cuda:1'))
 _m=nn.LSTM(x.shape[-1],16,batch_first=True).to('cuda:1');_t=_m(x.to('cuda:1'))[0]
 _m=nn.Conv2d(x.shape[1],8,3).to('cuda:1');_t=_m(x.to('cuda:1'))
-_m=nn.Sequential(nn.Linear(x.shape[-1],32),nn.ReLU(),nn.Linear(32,8)).to('cuda:0');_d=nn.DataParallel(_m,[0,1]);_t=_d(x.to('cuda:0'))
-_m=nn.Sequential(nn.Linear(x.shape[-1],32),nn.BatchNorm1d(32),nn.Linear(32,8)).to('cuda:0');_d=nn.DataParallel(_m,[0,1],output_device=1);_t=_d(x.to('cuda:0'))
-_m=nn.Linear(x.shape[-1],32).to('cuda:0');_d=nn.DataParallel(_m,[0,1]);_d(x.to('cuda:0')).sum().backward();_t=_d(x.to('cuda:0'))
-_m=nn.Linear(x.shape[-1],32).to('cuda:1');_d=nn.DataParallel(_m,[1,0]);_t=_d(x.to('cuda:1'))
-_m=nn.Linear(x.shape[-1],32).to('cuda:0');_d=nn.DataParallel(_m,[0,1])\nwith torch.autocast('cuda',torch.float16):\n    _t=_d(x.to('cuda:0'))
-_m=nn.Linear(x.shape[-1],32).to('cuda:0');_d=nn.DataParallel(_m,[0,1]);_t=_d(x.cpu())
-_t=nn.parallel.data_parallel(_M,x,[0,1])
-_a=nn.parallel.replicate(_M,[0,1]);_t=nn.parallel.gather(nn.parallel.parallel_apply(_a,[x.to('cuda:0'),x.to('cuda:1')]),0)
-_a=nn.parallel.scatter(x,[0,1]);_t=_a[-1]
-_a=nn.parallel.scatter((x,{'k':y}),[1,0]);_t=_a[0][0]
-_t=nn.parallel.gather([x.to('cuda:0'),y.to('cuda:1')],1)
-_t=torch.cuda.comm.broadcast(x.detach(),[0,1])[1]
-_t=torch.cuda.comm.scatter(x.detach(),[0,1])[1]
-_t=torch.cuda.comm.scatter(x.detach(),[0,1],dim=-1)[0]
-_t=torch.cuda.comm.scatter(x.detach(),[0,1],[1,x.shape[0]-1])[1]
-_t=torch.cuda.comm.gather([x.detach().to('cuda:0'),x.detach().to('cuda:1')],destination=0)
-_t=torch.cuda.comm.gather([x.detach().to('cuda:0'),x.detach().to('cuda:1')],destination='cpu')
-_t=torch.cuda.comm.reduce_add([x.detach().to('cuda:0'),x.detach().to('cuda:1')])
-_t=torch.cuda.comm.reduce_add([x.detach().to('cuda:0'),x.detach().to('cuda:1')],1)
-_a=torch.cuda.comm.broadcast_coalesced([x.detach().to('cuda:0'),y.detach().to('cuda:0')],[0,1]);_t=_a[1][0]
-_a=torch.cuda.comm.reduce_add_coalesced([[x.detach().to('cuda:0'),y.detach().to('cuda:0')],[x.detach().to('cuda:1'),y.detach().to('cuda:1')]]);_t=_a[0]
 _t=checkpoint(lambda a:a.to('cuda:1').sin().to('cuda:0')*2,x,use_reentrant=False)
 _t=checkpoint(lambda a:F.gelu(a.to('cuda:1')).to('cuda:0')*2,x,use_reentrant=True)
 _t=checkpoint(lambda a,b:a.to('cuda:0').sin()+b.to('cuda:0').cos(),x,y,use_reentrant=False)
@@ -125,7 +104,6 @@ _t=torch.arange(1000,device='cuda:1').float()
 _t=x[torch.zeros(3,dtype=torch.long)]
 _t=x.index_select(0,torch.zeros(3,dtype=torch.long,device=x.device))
 _t=torch.where(x>0,x,torch.tensor(0.))
-_t=x.to('cuda:1').numpy(force=True).sum()+x
 _t=x.new_zeros(30,70,device='cuda:1')
 _t=torch.as_tensor(x,device='cuda:1')
 _t=torch.tensor(x.detach(),device='cuda:1')
@@ -674,7 +652,6 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint_sequential
 
 class Again(nn.Module):

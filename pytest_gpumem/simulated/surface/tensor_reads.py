@@ -166,6 +166,7 @@ class TensorReads:
         if granted and self._is_undecided(tensor):
             answer, note = granted
             self._machine.assume(note)
+            self._known(tensor)  # which waits for the device
             return answer
         known = self._known(tensor)
         if known is not None:
@@ -232,6 +233,8 @@ class TensorReads:
         return _tolist(tensor)
 
     def numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        if kwargs.get("force") and self._block(tensor) is not None:
+            tensor = tensor.detach().cpu()  # torch/csrc/utils/tensor_numpy.cpp (tensor_to_numpy)
         array = self._placeholder_array(tensor, of_any_type=True)
         return _numpy(tensor, **kwargs) if array is None else array
 
