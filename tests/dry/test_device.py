@@ -64,6 +64,16 @@ event = torch.cuda.Event()
 event.record(side)
 found["event"] = event.query()
 
+for name, host in {"pinned": torch.empty(3, pin_memory=True), "pageable": torch.empty(3)}.items():
+    with torch.cuda.stream(side):
+        used = torch.empty(20 * 2**20, dtype=torch.uint8, device="cuda")
+    used.record_stream(torch.cuda.current_stream())
+    del used
+    host.copy_(torch.ones(3, device="cuda"), non_blocking=True)
+    torch.empty(1, device="cuda")
+    active = torch.cuda.memory_stats()["active_bytes.all.current"]
+    found[f"used_after_a_copy_to_{name}_memory"] = active - torch.cuda.memory_allocated()
+
 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 start.record()
 with torch.cuda.device(1):
@@ -138,6 +148,11 @@ def test_what_another_stream_uses_is_free_when_the_host_has_waited(found: Any) -
     assert before >= 40 * MIB
     assert found["when_the_host_has_waited"] == before
     assert found["event"] is True
+
+
+def test_a_copy_to_pageable_memory_is_over_when_it_returns(found: Any) -> None:
+    assert found["used_after_a_copy_to_pinned_memory"] == 20 * 2**20
+    assert found["used_after_a_copy_to_pageable_memory"] == 0
 
 
 def test_no_time_lies_between_events_of_two_gpus(found: Any) -> None:

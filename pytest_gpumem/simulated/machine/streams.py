@@ -80,7 +80,10 @@ class _ThreadStreams(threading.local):
         self.in_node: dict[int, tuple[int, int, int]] = {}
         """By device: graph task, node and stream, where a backward hook chose another stream."""
         self.of_last_node: dict[int, int] = {}
-        self.leaves = Leaves()
+        self.hooked: torch.Tensor | None = None
+        """The leaf whose hook runs: autograd has no current node then."""
+        self.first: dict[int, int] = {}
+        """By leaf of the graph that runs backward: the number of the node that used it first."""
         self.chosen: dict[int, tuple[list[int], list[int]]] = {}
         """By device: autograd's sequence number (of this thread) at each choice of a stream, and
         the chosen stream."""
@@ -189,13 +192,11 @@ class Streams:
         chosen = thread.in_node.get(device)
         if chosen is not None and chosen[:2] == (task, number):
             return chosen[2]
+        number = self._number(torch._C._current_autograd_node())
         if number == OF_LEAVES:
-            # A leaf's node has the stream on which the leaf was first used.
-            user = thread.leaves.first_use
-            stream = thread.of_last_node.get(device, 0) if user is None else self._at(device, user)
+            stream = thread.of_last_node.get(device, 0)
         else:
-            stream = self._at(device, number)
-            thread.of_last_node[device] = stream
+            stream = thread.of_last_node[device] = self._at(device, number)
         # The engine makes the stream of each node wait for those of its inputs
         # (torch/csrc/autograd/input_buffer.cpp), and those of the roots for the current stream. So
         # they join that one's capture; the default stream joins none.
@@ -219,43 +220,67 @@ class Streams:
         if not self.used:
             yield
             return
-        leaves, hooks = Leaves(), []
+        first: dict[int, int] = {}
         nodes = list(reachable_nodes(roots_of(outputs)))
         for node in nodes:
-            leaves.note(node)
+            for following, _ in node.next_functions:
+                if (leaf := getattr(following, "variable", None)) is not None:
+                    number = min(node._sequence_nr(), first.get(leaf._cdata, OF_LEAVES))
+                    first[leaf._cdata] = number
+        with having(self._thread, "first", first):
+            hooks = self._hook(nodes, outputs, gradients, block_of)
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            # The caller's stream waits for those of leaves (exec_post_processing of engine.cpp).
+            for node in nodes:
+                block = block_of(node.variable) if hasattr(node, "variable") else None
+                if block is not None:
+                    own = self._at(block.device.index, self._number(node))
+                    self._follows(block.device.index, own, self.current(block.device.index))
+
+    def _hook(
+        self,
+        nodes: Iterable[Any],
+        outputs: Iterable[Any],
+        gradients: Iterable[Any],
+        block_of: Callable[[Any], SimulatedStorage | None],
+    ) -> list[Any]:
+        """Pass the ``gradients`` of ``outputs``, and hook nodes that pass some between streams."""
 
         def passed(made: Iterable[Any], to: Iterable[Any], of: Callable[[int], int]) -> None:
             for gradient, node in zip(made, to, strict=False):
                 block = block_of(gradient) if isinstance(gradient, torch.Tensor) else None
-                if block is not None and node is not None:
+                if block is not None and block.address and node is not None:
                     device = block.device.index
-                    target = self._at(device, leaves.number(node))
+                    target = self._at(device, self._number(node))
                     if self._follows(device, of(device), target):
                         block.allocator.record_stream(block.address, target)
 
+        hooks = []
         for node in nodes:
             to = [following for following, _ in node.next_functions]
-            numbers = {leaves.number(one) for one in (node, *to) if one is not None}
+            numbers = {self._number(one) for one in (node, *to) if one is not None}
             if any(
                 len({self._at(device, number) for number in numbers}) > 1
                 for device in self._thread.chosen
             ):
-                of = functools.partial(self._at, number=leaves.number(node))
+                of = functools.partial(self._at, number=self._number(node))
                 hooks.append(node.register_hook(lambda made, _, to=to, of=of: passed(made, to, of)))
         passed(gradients, [getattr(each, "grad_fn", None) for each in outputs], self.current)
-        try:
-            with having(self._thread, "leaves", leaves):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        # The caller's stream waits for those of leaves (exec_post_processing of engine.cpp).
-        for node in nodes:
-            block = block_of(node.variable) if hasattr(node, "variable") else None
-            if block is not None:
-                device = block.device.index
-                own = self._at(device, leaves.number(node))
-                self._follows(device, own, self.current(device))
+        return hooks
+
+    def _number(self, node: Any) -> int:
+        """Return the sequence number of ``node``; of a leaf's, that of the node that used it first.
+
+        No node stands for that of the leaf whose hook runs.
+        """
+        leaf = self._thread.hooked if node is None else getattr(node, "variable", None)
+        if leaf is not None:
+            return self._thread.first.get(leaf._cdata, OF_LEAVES)
+        return OF_LEAVES if node is None else int(node._sequence_nr())
 
     def _follows(self, device: int, source: int, target: int) -> bool:
         """Make the stream ``target`` wait for ``source``, if that is another one."""
@@ -269,7 +294,7 @@ class Streams:
 
         @functools.wraps(hook)
         def call(gradient: Any) -> Any:
-            with having(self._thread.leaves, "hooked", reference()):
+            with having(self._thread, "hooked", reference()):
                 return hook(gradient)
 
         return call
@@ -294,37 +319,6 @@ def priority_of(stream: int) -> int:
 
 OF_LEAVES = 2**64 - 1
 """Sequence number of the nodes that accumulate gradients into leaves."""
-
-
-class Leaves:
-    """The leaves of the graph that runs backward on this thread."""
-
-    def __init__(self) -> None:
-        self.hooked: torch.Tensor | None = None
-        """The leaf whose hook runs: autograd has no current node then."""
-        self._first: dict[int, int] = {}
-        """By leaf: the sequence number of the node that used it first."""
-
-    def note(self, node: Any) -> None:
-        """Note the leaves that ``node`` leads to."""
-        for following, _ in node.next_functions:
-            leaf = getattr(following, "variable", None)
-            if leaf is not None:
-                first = self._first.get(leaf._cdata, OF_LEAVES)
-                self._first[leaf._cdata] = min(node._sequence_nr(), first)
-
-    def number(self, node: Any) -> int:
-        """Return the sequence number of ``node``; of a leaf's, that of its first use."""
-        leaf = getattr(node, "variable", None)
-        return int(node._sequence_nr()) if leaf is None else self._first.get(leaf._cdata, OF_LEAVES)
-
-    @property
-    def first_use(self) -> int | None:
-        """The number of the node that first used the present leaf; ``None`` if unknown."""
-        leaf = self.hooked
-        if leaf is None:
-            leaf = getattr(torch._C._current_autograd_node(), "variable", None)
-        return None if leaf is None else self._first.get(leaf._cdata)
 
 
 def roots_of(outputs: Iterable[Any]) -> list[Any]:

@@ -163,10 +163,11 @@ class TensorReads:
         granted = assumption_of(asking)
         if granted and tensor.__class__ not in raw.PLAIN and hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()  # of a DTensor, whose shards are read as well
-        if granted and self._is_undecided(tensor):
+        block = self._block(tensor)
+        if granted and block is not None and self._is_undecided(tensor):
             answer, note = granted
             self._machine.assume(note)
-            self._known(tensor)  # which waits for the device
+            self._machine.streams.host_waits(block.device.index)
             return answer
         known = self._known(tensor)
         if known is not None:

@@ -433,6 +433,13 @@ METHODS: dict[str, list[Callable[[Any], Any]]] = {
         lambda x: F.one_hot(x.long(), 2),
         lambda x: untyped._C._nn.one_hot(x.long(), num_classes=9),
     ],
+    **{
+        name: [
+            lambda x, name=name: getattr(x, name)(*[0.5] * ("quantile" in name)).shape,
+            lambda x, name=name: getattr(torch, name)(x, *[0.5] * ("quantile" in name)).shape,
+        ]
+        for name in ("quantile", "nanquantile", "cov", "corrcoef")
+    },
     "pad_sequence": [
         lambda x: nn.utils.rnn.pad_sequence([x, x[:1]], batch_first=True),
         lambda x: nn.utils.rnn.pad_sequence([x, x[:1]], padding_value=3.0),
