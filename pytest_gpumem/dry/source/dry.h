@@ -52,6 +52,9 @@ const struct device *machine_at(int index);
 const struct device *gpu_at(int number);
 void device_uuid(const struct device *device, char text[UUID_TEXT]);
 
+/* allocations.c: how many blocks torch has allocated on the device so far. */
+uint64_t blocks_allocated_on(int device);
+
 /* memory.c: the allocations of the driver, by address. */
 enum kind { DEVICE_MEMORY, HOST_MEMORY, VIRTUAL_RANGE, REGISTERED_HOST, MANAGED_MEMORY };
 struct block {
