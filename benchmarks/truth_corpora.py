@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from truth_programs import programs
 
-from pytest_gpumem.values.world import World
+from pytest_gpumem.values.world import World, world_of
 
 if TYPE_CHECKING:
     from strangers import Program
@@ -64,6 +65,8 @@ class Group:
     cases: Callable[[], Iterator[Case]]
     world: World | None = None
     """The rank that its cases run as."""
+    alloc_conf: str = ""
+    """The allocator's settings."""
     has_values: bool = False
     """Whether all values are computed on both devices: the cases go by them."""
 
@@ -319,7 +322,7 @@ def _strangers(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
         name = f"stranger/{program.name}"
         ways = [way for way in program.ways if way in dtypes]
         cases = partial(_in_ways, name, program, ways)
-        yield Group(name, cases, program.world, program.has_values)
+        yield Group(name, cases, program.world, has_values=program.has_values)
 
 
 def _random(folder: Path) -> Iterator[Group]:
@@ -329,7 +332,11 @@ def _random(folder: Path) -> Iterator[Group]:
     for path in sorted(folder.glob("*.py")):
         name = f"random/{path.stem}"
         program = path.read_text(encoding="utf-8")
-        yield Group(name, partial(_one_pass, name, partial(truth_random.run, program)))
+        head = json.loads(program.partition("\n")[0][2:]) if program.startswith("#:") else {}
+        size, rank = head.get("world", (0, 0))
+        world = world_of(size, rank, per_machine=min(size, 4)) if size else None
+        cases = partial(_one_pass, name, partial(truth_random.run, program))
+        yield Group(name, cases, world, head.get("conf", ""))
 
 
 def _in_ways(name: str, program: Program, ways: Sequence[str]) -> Iterator[Case]:

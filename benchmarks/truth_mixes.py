@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a statement a line
 """Statements of random programs in other mixes: several GPUs, allocator settings, streams, ranks.
 
 python -m pytest_gpumem.dry --gpu "A100-40GB*2" benchmarks/truth_random.py FOLDER --mix several

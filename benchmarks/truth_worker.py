@@ -138,13 +138,17 @@ def _entered(
 ) -> contextlib.AbstractContextManager[SimulatedRun | None]:
     """Return the device that ``group`` runs on, as the rank that it is."""
     world = group.world
+    if group.alloc_conf:
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            os.environ[name] = group.alloc_conf
     if device == "cuda":
         return contextlib.nullcontext()
     if device == "dry":
         return _dry(group)
     if world is None:
         return simulate(gpu, real_values=group.has_values)
-    return simulate(f"{gpu}*{world.local_size}", world_size=world.size, rank=world.rank)
+    model = gpu.partition("*")[0]
+    return simulate(f"{model}*{world.local_size}", world_size=world.size, rank=world.rank)
 
 
 @contextlib.contextmanager
@@ -200,27 +204,30 @@ def _empty() -> None:
     torch.cuda.empty_cache()
 
 
-def _begin(simulated: Any, stacks: str | None) -> int:
-    """Begin a pass; return how many events of a simulated device went before."""
-    torch.cuda.reset_peak_memory_stats()
+def _begin(simulated: Any, stacks: str | None) -> list[int]:
+    """Begin a pass; return how many events of each simulated device went before."""
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(index)
     if simulated is not None:
-        return len(simulated.trace)
+        return [len(one.trace) for one in simulated.devices]
     torch.cuda.memory._record_memory_history(None)
     if stacks is None:
         torch.cuda.memory._record_memory_history("all", context=None)
     else:
         torch.cuda.memory._record_memory_history("all", context="alloc", stacks=stacks)
-    return 0
+    return []
 
 
-def _ended(simulated: Any, began: int, stacks: str | None) -> Json:
-    """Return the events since, who made them where that is known, and the peaks."""
+def _ended(simulated: Any, began: list[int], stacks: str | None) -> Json:
+    """Return the events since, GPU by GPU, who made them where that is known, and the peaks."""
+    gpus = range(torch.cuda.device_count())
     peaks = {
-        "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
+        "allocated": sum(map(torch.cuda.max_memory_allocated, gpus)),
+        "reserved": sum(map(torch.cuda.max_memory_reserved, gpus)),
     }
     if simulated is not None:
-        entries = [(one.action, one.size, one.context) for one in simulated.trace[began:]]
+        traces = [one.trace[at:] for one, at in zip(simulated.devices, began, strict=True)]
+        entries = [(one.action, one.size, one.context) for trace in traces for one in trace]
         who = [_operator(context) for action, _, context in entries if _sign(action)]
         where = [_place(context) for action, _, context in entries if _sign(action)]
         libraries = [
@@ -229,9 +236,11 @@ def _ended(simulated: Any, began: int, stacks: str | None) -> Json:
             if getattr(context, "library", None) in WORKSPACES
         ]
     else:
-        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        traces = torch.cuda.memory._snapshot()["device_traces"]
         torch.cuda.memory._record_memory_history(None)
-        entries = [(one["action"], one["size"], one.get("frames")) for one in trace]
+        entries = [
+            (one["action"], one["size"], one.get("frames")) for trace in traces for one in trace
+        ]
         who = [_frames(frames) for action, _, frames in entries if _sign(action)] if stacks else []
         where, libraries = [], []
     events = [f"{_sign(action)}{size}" for action, size, _ in entries if _sign(action)]
