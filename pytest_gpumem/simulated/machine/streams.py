@@ -21,7 +21,7 @@ import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -227,28 +227,6 @@ class Streams:
                 if (leaf := getattr(following, "variable", None)) is not None:
                     number = min(node._sequence_nr(), first.get(leaf._cdata, OF_LEAVES))
                     first[leaf._cdata] = number
-        with having(self._thread, "first", first):
-            hooks = self._hook(nodes, outputs, gradients, block_of)
-            try:
-                yield
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            # The caller's stream waits for those of leaves (exec_post_processing of engine.cpp).
-            for node in nodes:
-                block = block_of(node.variable) if hasattr(node, "variable") else None
-                if block is not None:
-                    own = self._at(block.device.index, self._number(node))
-                    self._follows(block.device.index, own, self.current(block.device.index))
-
-    def _hook(
-        self,
-        nodes: Iterable[Any],
-        outputs: Iterable[Any],
-        gradients: Iterable[Any],
-        block_of: Callable[[Any], SimulatedStorage | None],
-    ) -> list[Any]:
-        """Pass the ``gradients`` of ``outputs``, and hook nodes that pass some between streams."""
 
         def passed(made: Iterable[Any], to: Iterable[Any], of: Callable[[int], int]) -> None:
             for gradient, node in zip(made, to, strict=False):
@@ -259,18 +237,23 @@ class Streams:
                     if self._follows(device, of(device), target):
                         block.allocator.record_stream(block.address, target)
 
-        hooks = []
-        for node in nodes:
-            to = [following for following, _ in node.next_functions]
-            numbers = {self._number(one) for one in (node, *to) if one is not None}
-            if any(
-                len({self._at(device, number) for number in numbers}) > 1
-                for device in self._thread.chosen
-            ):
+        with having(self._thread, "first", first), ExitStack() as hooks:
+            for node in nodes:
+                to = [following for following, _ in node.next_functions]
                 of = functools.partial(self._at, number=self._number(node))
-                hooks.append(node.register_hook(lambda made, _, to=to, of=of: passed(made, to, of)))
-        passed(gradients, [getattr(each, "grad_fn", None) for each in outputs], self.current)
-        return hooks
+                numbers = {self._number(one) for one in to if one is not None}
+                devices = self._thread.chosen
+                if any(self._at(each, one) != of(each) for each in devices for one in numbers):
+                    hook = node.register_hook(lambda made, _, to=to, of=of: passed(made, to, of))
+                    hooks.callback(hook.remove)
+            passed(gradients, [getattr(each, "grad_fn", None) for each in outputs], self.current)
+            yield
+            # The caller's stream waits for those of leaves (exec_post_processing of engine.cpp).
+            for node in nodes:
+                block = block_of(node.variable) if hasattr(node, "variable") else None
+                if block is not None:
+                    own = self._at(block.device.index, self._number(node))
+                    self._follows(block.device.index, own, self.current(block.device.index))
 
     def _number(self, node: Any) -> int:
         """Return the sequence number of ``node``; of a leaf's, that of the node that used it first.
