@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from truth_programs import programs
 
-from pytest_gpumem.values.world import World
+from pytest_gpumem.values.world import World, world_of
 
 if TYPE_CHECKING:
     from strangers import Program
@@ -65,6 +66,8 @@ class Group:
     cases: Callable[[], Iterator[Case]]
     world: World | None = None
     """The rank that its cases run as."""
+    alloc_conf: str = ""
+    """The allocator's settings."""
     has_values: bool = False
     """Whether all values are computed on both devices: the cases go by them."""
 
@@ -320,7 +323,7 @@ def _strangers(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
         name = f"stranger/{program.name}"
         ways = [way for way in program.ways if way in dtypes]
         cases = partial(_in_ways, name, program, ways)
-        yield Group(name, cases, program.world, program.has_values)
+        yield Group(name, cases, program.world, has_values=program.has_values)
 
 
 def _random(folder: Path) -> Iterator[Group]:
@@ -330,12 +333,14 @@ def _random(folder: Path) -> Iterator[Group]:
     for path in sorted(folder.glob("*.py")):
         name = f"random/{path.stem}"
         program = path.read_text(encoding="utf-8")
+        head = json.loads(program.partition("\n")[0][2:]) if program.startswith("#:") else {}
+        size, rank = head.get("world", (0, 0))
+        world = world_of(size, rank, per_machine=min(size, 4)) if size else None
+        run = partial(truth_random.run, program)
         if "torch.compile" in program:
             # A whole one in its file: compilers read the source of functions.
-            code = compile(program, str(path), "exec")
-            yield Group(name, partial(_one_pass, name, partial(_execute, code)))
-        else:
-            yield Group(name, partial(_one_pass, name, partial(truth_random.run, program)))
+            run = partial(_execute, compile(program, str(path), "exec"))
+        yield Group(name, partial(_one_pass, name, run), world, head.get("conf", ""))
 
 
 def _execute(code: CodeType) -> None:

@@ -10,18 +10,22 @@ where it runs on the dry device. Programs that raise when they run as a whole ar
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 import torch
+from truth_mixes import CONFS, MIXES, RANKS, RANKS_HEADER, WORLDS
+from truth_mixes import PARTS as MIXED
 
 HEADER = """
 import copy
@@ -544,8 +548,10 @@ CALLS = {
 class Writer:
     """A program while it is written: its lines, and the values of its names."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, mix: str = "") -> None:
         self._rng = random.Random(seed)
+        self._mix = mix
+        self._snippets = MIXES[mix].strip().splitlines() if mix in MIXES else SNIPPETS
         self._lines: list[str] = []
         self._values: dict[str, Any] = {}
         self._count = 0
@@ -559,6 +565,13 @@ class Writer:
             self._backward, self._step, self._block, *[self._snippet] * 4,
             self._loop,
         ]  # fmt: skip
+        if self._mix == "ranks":
+            self._keeps(RANKS_HEADER)
+            for _ in range(self._rng.randint(1, 3)):
+                self._loop(self._rng.choice(RANKS), MIXED)
+            return "\n".join(self._lines)
+        if self._mix:
+            choices += [self._snippet] * 25
         self._source()
         for _ in range(self._rng.randint(6, 40)):
             self._rng.choice(choices)()
@@ -612,18 +625,28 @@ class Writer:
 
     def _snippet(self) -> None:
         for _ in range(30):
-            text = self._filled(self._rng.choice(SNIPPETS)).replace(r"\n", "\n")
-            modules = self._named("m")
-            if modules or "_M" not in text:
-                text, name = self._with_names(text.replace("_M", self._rng.choice([*modules, ""])))
-                if self._keeps(text, name):
+            text = self._filled(self._chosen(self._rng.choice(self._snippets), MIXED))
+            text = text.replace(r"\n", "\n")
+            for one in "MGS":
+                known = self._named(one.lower())
+                if not known and f"_{one}" in text:
+                    break
+                text = text.replace(f"_{one}", self._rng.choice([*known, ""]))
+            else:
+                if self._keeps(*self._with_names(text)):
                     return
 
-    def _loop(self) -> None:
-        def part(found: re.Match[str]) -> str:
-            return self._rng.choice(PARTS[found[1]].strip().splitlines()).replace(r"\n", "\n")
+    def _loop(self, loop: str = LOOP, parts: dict[str, str] = PARTS) -> None:
+        self._keeps(self._with_names(self._chosen(loop, parts).strip())[0])
 
-        self._keeps(self._with_names(re.sub(r"@([A-Z]+)", part, LOOP).strip())[0])
+    def _chosen(self, text: str, parts: dict[str, str]) -> str:
+        """Return ``text`` with one line of ``parts`` for each name that follows an ``@``."""
+
+        def part(found: re.Match[str]) -> str:
+            lines = parts[found[1]].removeprefix("\n").splitlines()
+            return self._chosen(self._rng.choice(lines).replace(r"\n", "\n"), parts)
+
+        return re.sub(r"@([A-Z]+)", part, text)
 
     def _with_names(self, text: str) -> tuple[str, str]:
         """Return ``text`` with new names, and that of its tensor."""
@@ -695,12 +718,32 @@ def run(program: str) -> None:
     exec(HEADER + program, {})
 
 
+@contextmanager
+def _surroundings(seed: int, mix: str) -> Iterator[str]:
+    """Enter the rank and the settings of a program; yield the line that says them."""
+    rng = random.Random(f"{mix} {seed}")
+    if mix == "settings":
+        conf = rng.choice(CONFS)
+        os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = conf
+        yield f"#: {json.dumps({'conf': conf})}\n"
+    elif mix == "ranks":
+        from pytest_gpumem.dry.ranks import DryRankProcessGroups
+        from pytest_gpumem.values.world import world_of
+
+        size, rank = rng.choice(WORLDS)
+        with DryRankProcessGroups(world_of(size, rank, per_machine=min(size, 4))).taken():
+            yield f"#: {json.dumps({'world': [size, rank]})}\n"
+    else:
+        yield ""
+
+
 def main() -> None:
     """Write programs into a folder."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mix", choices=(*MIXES, "ranks"), default="")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     warnings.simplefilter("ignore")
@@ -710,8 +753,9 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             signal.alarm(PATIENCE)
-            text = Writer(seed).write()
-            run(text)
+            with _surroundings(seed, options.mix) as head:
+                text = head + Writer(seed, options.mix).write()
+                run(text)
             (options.folder / f"{seed:06}.py").write_text(text, encoding="utf-8")
             os._exit(0)
         os.waitpid(child, 0)

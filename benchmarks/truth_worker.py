@@ -140,13 +140,17 @@ def _entered(
 ) -> contextlib.AbstractContextManager[SimulatedRun | None]:
     """Return the device that ``group`` runs on, as the rank that it is."""
     world = group.world
+    if group.alloc_conf:
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            os.environ[name] = group.alloc_conf
     if device == "cuda":
         return contextlib.nullcontext()
     if device == "dry":
         return _dry(group)
     if world is None:
         return simulate(gpu, real_values=group.has_values)
-    return simulate(f"{gpu}*{world.local_size}", world_size=world.size, rank=world.rank)
+    model = gpu.partition("*")[0]
+    return simulate(f"{model}*{world.local_size}", world_size=world.size, rank=world.rank)
 
 
 class _Compilers:
@@ -156,40 +160,47 @@ class _Compilers:
     """
 
     def __init__(self) -> None:
-        self.begin()
+        self._windows: list[list[tuple[int, int]]] = []
+        self._largest = [0, 0]
 
     def begin(self) -> None:
         """Begin a pass."""
-        self._windows: list[tuple[int, int]] = []
-        self._peaks = [0, 0]
+        self._windows = [[] for _ in _gpus()]
+        self._largest = [0, 0]
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Leave what is taken inside out of the pass."""
-        self._peaks, began = self.peaks(), len(_trace())
+        self._largest, began = self.peaks(), list(map(len, _traces()))
         try:
             yield
         finally:
-            torch.cuda.reset_peak_memory_stats()
-            self._windows.append((began, len(_trace())))
+            _reset_peaks()
+            for windows, *window in zip(self._windows, began, map(len, _traces()), strict=True):
+                windows.append((window[0], window[1]))
 
     def peaks(self) -> list[int]:
         """Return the highest bytes allocated and reserved of the pass."""
-        now = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        return list(map(max, self._peaks, now))
+        return list(map(max, self._largest, _peaks()))
 
-    def without(self, trace: list[Json]) -> list[Json]:
-        """Return the events of ``trace`` without what is taken and given back in a window."""
-        left = set()
-        for window in self._windows:
-            taken: dict[tuple[str, int], int] = {}
-            for at in range(*window):
-                action, address = trace[at]["action"], trace[at]["addr"]
-                if action in _BEGINS:
-                    taken[_BEGINS[action], address] = at
-                elif (began := taken.pop((action, address), None)) is not None:
-                    left |= {began, at}
-        return [event for at, event in enumerate(trace) if at not in left]
+    def without(self, traces: list[list[Json]]) -> list[list[Json]]:
+        """Return the events of each GPU without what is taken and given back in a window."""
+        return [
+            _without(trace, windows) for trace, windows in zip(traces, self._windows, strict=True)
+        ]
+
+
+def _without(trace: list[Json], windows: list[tuple[int, int]]) -> list[Json]:
+    left = set()
+    for window in windows:
+        taken: dict[tuple[str, int], int] = {}
+        for at in range(*window):
+            action, address = trace[at]["action"], trace[at]["addr"]
+            if action in _BEGINS:
+                taken[_BEGINS[action], address] = at
+            elif (began := taken.pop((action, address), None)) is not None:
+                left |= {began, at}
+    return [event for at, event in enumerate(trace) if at not in left]
 
 
 _BEGINS = {"alloc": "free_requested", "segment_alloc": "segment_free"}
@@ -199,10 +210,25 @@ _compilers = _Compilers()
 _tracker: Any = _compilers
 
 
-def _trace() -> list[Json]:
-    """Return the recorded events of the current device."""
+def _gpus() -> range:
+    return range(torch.cuda.device_count())
+
+
+def _traces() -> list[list[Json]]:
+    """Return the recorded events of each GPU."""
     traces: list[list[Json]] = torch.cuda.memory._snapshot()["device_traces"]
-    return traces[torch.cuda.current_device()]
+    return traces
+
+
+def _peaks() -> list[int]:
+    """Return the highest bytes allocated and reserved, as sums of all GPUs."""
+    highest = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
+    return [sum(map(read, _gpus())) for read in highest]
+
+
+def _reset_peaks() -> None:
+    for index in _gpus():
+        torch.cuda.reset_peak_memory_stats(index)
 
 
 @contextlib.contextmanager
@@ -260,28 +286,26 @@ def _empty() -> None:
     torch.cuda.empty_cache()
 
 
-def _begin(simulated: Any, stacks: str | None) -> int:
-    """Begin a pass; return how many events of a simulated device went before."""
-    torch.cuda.reset_peak_memory_stats()
+def _begin(simulated: Any, stacks: str | None) -> list[int]:
+    """Begin a pass; return how many events of each simulated device went before."""
+    _reset_peaks()
     if simulated is not None:
-        return len(simulated.trace)
+        return [len(one.trace) for one in simulated.devices]
     _compilers.begin()
     torch.cuda.memory._record_memory_history(None)
     if stacks is None:
         torch.cuda.memory._record_memory_history("all", context=None)
     else:
         torch.cuda.memory._record_memory_history("all", context="alloc", stacks=stacks)
-    return 0
+    return []
 
 
-def _ended(simulated: Any, began: int, stacks: str | None) -> Json:
-    """Return the events since, who made them where that is known, and the peaks."""
-    peaks = {
-        "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
-    }
+def _ended(simulated: Any, began: list[int], stacks: str | None) -> Json:
+    """Return the events since, GPU by GPU, who made them where that is known, and the peaks."""
+    peaks = dict(zip(("allocated", "reserved"), _peaks(), strict=True))
     if simulated is not None:
-        entries = [(one.action, one.size, one.context) for one in simulated.trace[began:]]
+        traces = [one.trace[at:] for one, at in zip(simulated.devices, began, strict=True)]
+        entries = [(one.action, one.size, one.context) for trace in traces for one in trace]
         who = [_operator(context) for action, _, context in entries if _sign(action)]
         where = [_place(context) for action, _, context in entries if _sign(action)]
         libraries = [
@@ -291,9 +315,11 @@ def _ended(simulated: Any, began: int, stacks: str | None) -> Json:
         ]
     else:
         peaks = dict(zip(peaks, _compilers.peaks(), strict=True))
-        trace = _compilers.without(_trace())
+        traces = _compilers.without(_traces())
         torch.cuda.memory._record_memory_history(None)
-        entries = [(one["action"], one["size"], one.get("frames")) for one in trace]
+        entries = [
+            (one["action"], one["size"], one.get("frames")) for trace in traces for one in trace
+        ]
         who = [_frames(frames) for action, _, frames in entries if _sign(action)] if stacks else []
         where, libraries = [], []
     events = [f"{_sign(action)}{size}" for action, size, _ in entries if _sign(action)]

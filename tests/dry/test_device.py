@@ -64,6 +64,30 @@ event = torch.cuda.Event()
 event.record(side)
 found["event"] = event.query()
 
+def used_elsewhere() -> int:
+    stats = torch.cuda.memory_stats()
+    return stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]
+
+
+with torch.cuda.stream(side):
+    used = torch.empty(20 * 2**20, dtype=torch.uint8, device="cuda")
+used.record_stream(torch.cuda.current_stream())
+del used
+for _ in range(1024):
+    torch.empty(1, device="cuda")
+found["until_1024_allocations"] = used_elsewhere()
+torch.empty(1, device="cuda")
+found["after_1024_allocations"] = used_elsewhere()
+
+for name, host in {"pinned": torch.empty(3, pin_memory=True), "pageable": torch.empty(3)}.items():
+    with torch.cuda.stream(side):
+        used = torch.empty(20 * 2**20, dtype=torch.uint8, device="cuda")
+    used.record_stream(torch.cuda.current_stream())
+    del used
+    host.copy_(torch.ones(3, device="cuda"), non_blocking=True)
+    torch.empty(1, device="cuda")
+    found[f"used_after_a_copy_to_{name}_memory"] = used_elsewhere()
+
 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 start.record()
 with torch.cuda.device(1):
@@ -138,6 +162,15 @@ def test_what_another_stream_uses_is_free_when_the_host_has_waited(found: Any) -
     assert before >= 40 * MIB
     assert found["when_the_host_has_waited"] == before
     assert found["event"] is True
+
+
+def test_a_copy_to_pageable_memory_is_over_when_it_returns(found: Any) -> None:
+    assert found["used_after_a_copy_to_pinned_memory"] == 20 * 2**20
+    assert found["used_after_a_copy_to_pageable_memory"] == 0
+
+
+def test_a_stream_is_behind_by_the_launches_that_wait_at_most(found: Any) -> None:
+    assert (found["until_1024_allocations"], found["after_1024_allocations"]) == (20 * 2**20, 0)
 
 
 def test_no_time_lies_between_events_of_two_gpus(found: Any) -> None:

@@ -30,7 +30,7 @@ struct logged {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct handed *table;
-static uint64_t blocks;
+static uint64_t blocks, blocks_on[MOST_DEVICES];
 static size_t room, used; /* a power of two; places that are not empty */
 static size_t grown;  /* blocks made since the collector ran less those freed, but never below zero, as CPython counts */
 static size_t growth; /* the number of them at which the collector runs; 0: it does not */
@@ -178,6 +178,14 @@ API uint64_t pytest_gpumem_dry_handed_out(void)
     return last;
 }
 
+uint64_t blocks_allocated_on(int device)
+{
+    pthread_mutex_lock(&lock);
+    uint64_t count = blocks_on[device];
+    pthread_mutex_unlock(&lock);
+    return count;
+}
+
 /* Returns the number of the block at the address; 0: there is no block. */
 API uint64_t pytest_gpumem_dry_number(const void *start)
 {
@@ -233,9 +241,10 @@ void report(void *block, int64_t size, size_t allocated, size_t reserved, uint16
     if ((device & 0xff) == CUDA) {
         pthread_mutex_lock(&lock);
         write_log((uintptr_t)block, size, device >> 8);
-        if (size > 0)
+        if (size > 0) {
             hand_out((uintptr_t)block, (size_t)size);
-        else
+            blocks_on[device >> 8]++;
+        } else
             take_back((uintptr_t)block);
         pthread_mutex_unlock(&lock);
         if (size > 0) {

@@ -53,6 +53,9 @@ const struct device *machine_at(int index);
 const struct device *gpu_at(int number);
 void device_uuid(const struct device *device, char text[UUID_TEXT]);
 
+/* allocations.c: how many blocks torch has allocated on the device so far. */
+uint64_t blocks_allocated_on(int device);
+
 /* memory.c: the allocations of the driver, by address. */
 enum kind { DEVICE_MEMORY, HOST_MEMORY, VIRTUAL_RANGE, REGISTERED_HOST, MANAGED_MEMORY };
 struct block {
@@ -65,6 +68,7 @@ void *memory_take(size_t size, enum kind kind, int device); /* NULL: the device 
 bool memory_give(void *start, enum kind kind);
 bool memory_register(void *start, size_t size);
 bool memory_find(const void *address, struct block *found);
+bool on_device(const void *address);
 bool memory_charge(int device, size_t size); /* counts physical memory that cuMemCreate takes */
 void memory_refund(int device, size_t size);
 size_t memory_free_bytes(int device);

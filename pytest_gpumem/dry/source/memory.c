@@ -261,7 +261,7 @@ size_t memory_free_bytes(int device)
     return used < total ? total - used : 0;
 }
 
-static bool on_device(const void *address)
+bool on_device(const void *address)
 {
     struct block block;
     return memory_find(address, &block) && (block.kind == DEVICE_MEMORY || block.kind == VIRTUAL_RANGE);

@@ -3,6 +3,7 @@
 
 #include "abi.h"
 #include "dry.h"
+#include "streams.h"
 
 static int taken(void **address, size_t size, enum kind kind)
 {
@@ -90,11 +91,16 @@ API int cudaMemcpy(void *to, const void *from, size_t size, IGNORED int directio
     return SUCCESS;
 }
 
+/* A copy from a device to pageable memory returns when it is over ("API synchronization behavior" of CUDA's manual). */
 API int cudaMemcpyAsync(void *to, const void *from, size_t size, IGNORED int direction, void *stream)
 {
     trace("copy of %zu bytes from %p to %p", size, from, to);
     memory_copy(to, from, size);
-    return stream_add_node(stream);
+    int error = stream_add_node(stream);
+    struct block block;
+    if (error == SUCCESS && on_device(from) && !memory_find(to, &block) && stream_of(stream)->capture == NULL)
+        stream_finish(stream);
+    return error;
 }
 
 API int cudaMemcpyPeerAsync(void *to, IGNORED int device, const void *from, IGNORED int source, size_t size,

@@ -42,6 +42,7 @@ struct event {
     uint64_t at;
     unsigned long long capture; /* its number; 0: none */
     struct frontier last;
+    uint64_t blocks; /* that torch had allocated on the device */
 };
 
 struct graph {

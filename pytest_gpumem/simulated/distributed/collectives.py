@@ -246,9 +246,16 @@ class Collectives:
                 self._machine.streams.synchronize(self._machine.current_index)
             return is_rebuilt
 
+        def verify(verify: Any, group: Any, tensors: Any, *args: Any) -> None:
+            """Compare shapes on the GPU of ``tensors`` (verify_params_across_processes, C++)."""
+            if self._machine.placement is not None:
+                self._machine.placement.follow(tensors)
+            verify(group, tensors, *args)
+
         for name in filter(vars(ProcessGroup).__contains__, _REDUCING):
             patches.wrap(ProcessGroup, name, reducing)
         patches.wrap(Reducer, "_rebuild_buckets", rebuild_buckets)
+        patches.wrap(torch.distributed, "_verify_params_across_processes", verify)
         patches.add(ProcessGroup, "_start_coalescing", start_coalescing)
         patches.add(ProcessGroup, "_end_coalescing", end_coalescing)
 

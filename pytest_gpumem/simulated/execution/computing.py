@@ -238,6 +238,8 @@ def factory(runner: Runner, func: Any) -> Handler:
             if record is not None and record.nbytes:
                 machine.kernel_wrote()  # adds a node to a capture
                 transfers.stage_move(record.device, args[0], kwargs)
+                if not kwargs.get("non_blocking"):
+                    machine.streams.host_waits(record.device.index)
             moved = runner.values.on_host(operator, args, {**kwargs, "device": raw.CPU})
             if moved is None:
                 moved = runner.run_on_host(operator, args, {**kwargs, "device": raw.META})
@@ -267,7 +269,10 @@ def factory(runner: Runner, func: Any) -> Handler:
         else:
             runner.storages.mark_host_scalars([result])
         if copies and runner.storages.of(args[0]) is None:
-            transfers.stage_upload(device, result, args[0], bool(kwargs.get("non_blocking")))
+            non_blocking = bool(kwargs.get("non_blocking"))
+            transfers.stage_upload(device, result, args[0], non_blocking)
+            if not non_blocking and result.numel():
+                machine.streams.host_waits(device.index)
         if rule is not None:
             Call(rule, device, args, kwargs).end(result)
         runner.values.make(operator, args, kwargs, result)

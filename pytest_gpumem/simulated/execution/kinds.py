@@ -245,14 +245,27 @@ def copy(runner: Runner, func: Any) -> Handler:
 def _stage(
     runner: Runner, target: torch.Tensor, source: torch.Tensor, args: Any, kwargs: Kwargs
 ) -> None:
-    """Allocate the memory that ``copy_`` between host and GPU needs during the call."""
+    """Allocate the memory that ``copy_`` between host and GPU needs during the call, and wait.
+
+    A copy that does not block waits, too, where it is to pageable memory (CUDA Runtime API, "API
+    synchronization behavior").
+    """
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-    runner.machine.kernel_wrote()  # adds a node to a capture
+    machine, streams = runner.machine, runner.machine.streams
+    machine.kernel_wrote()  # adds a node to a capture
     to, of = runner.storages.of(target), runner.storages.of(source)
     if to is not None and of is None:
+        index, is_pinned = to.device.index, True
         transfers.stage_upload(to.device, target, source, non_blocking)
     elif of is not None and to is None:
+        index, is_pinned = of.device.index, _is_pinned(machine, target)
         transfers.stage_download(of.device, target, source, non_blocking)
+    else:
+        return
+    if not non_blocking and target.numel():
+        streams.host_waits(index)
+    elif not is_pinned and not streams.is_capturing(index):
+        streams.timeline.finish_stream((index, streams.current(index)))
 
 
 def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:

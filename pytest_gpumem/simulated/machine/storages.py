@@ -58,6 +58,9 @@ class _BorrowedMemory:
     def free(self, address: int, context: Any = None) -> None:
         """Do nothing: the owner of the memory frees it."""
 
+    def record_stream(self, address: int, stream: int, device: int | None = None) -> None:
+        """Do nothing, as torch with memory that its allocator does not own."""
+
     def block(self, address: int) -> int:
         """Return 0 bytes: they are counted by their owner."""
         return 0

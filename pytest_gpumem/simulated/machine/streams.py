@@ -8,18 +8,20 @@ Autograd gives a leaf its gradient on the stream that used the leaf first: its n
 operator first uses it, and keeps the stream of that moment (``Node::stream`` of
 torch/csrc/autograd/function.h). Of the nodes that lead to the leaf, the one with the lowest
 sequence number was made first.
+
+A gradient that a node passes to one on another stream is used there: it is recorded on that stream,
+which waits for it (``InputBuffer::add`` of torch/csrc/autograd/input_buffer.cpp, 2.6 to 2.15).
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
 from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.pool_contents import GraphRecording
+from pytest_gpumem.simulated.machine.storages import SimulatedStorage
 
 STREAMS_PER_POOL = 32
 """kStreamsPerPool of c10/cuda/CUDAStream.cpp: after these the first stream is returned again."""
@@ -77,7 +80,10 @@ class _ThreadStreams(threading.local):
         self.in_node: dict[int, tuple[int, int, int]] = {}
         """By device: graph task, node and stream, where a backward hook chose another stream."""
         self.of_last_node: dict[int, int] = {}
-        self.leaves = Leaves()
+        self.hooked: torch.Tensor | None = None
+        """The leaf whose hook runs: autograd has no current node then."""
+        self.first: dict[int, int] = {}
+        """By leaf of the graph that runs backward: the number of the node that used it first."""
         self.chosen: dict[int, tuple[list[int], list[int]]] = {}
         """By device: autograd's sequence number (of this thread) at each choice of a stream, and
         the chosen stream."""
@@ -186,13 +192,11 @@ class Streams:
         chosen = thread.in_node.get(device)
         if chosen is not None and chosen[:2] == (task, number):
             return chosen[2]
+        number = self._number(torch._C._current_autograd_node())
         if number == OF_LEAVES:
-            # A leaf's node has the stream on which the leaf was first used.
-            user = thread.leaves.first_use(task)
-            stream = thread.of_last_node.get(device, 0) if user is None else self._at(device, user)
+            stream = thread.of_last_node.get(device, 0)
         else:
-            stream = self._at(device, number)
-            thread.of_last_node[device] = stream
+            stream = thread.of_last_node[device] = self._at(device, number)
         # The engine makes the stream of each node wait for those of its inputs
         # (torch/csrc/autograd/input_buffer.cpp), and those of the roots for the current stream. So
         # they join that one's capture; the default stream joins none.
@@ -208,13 +212,72 @@ class Streams:
         position = bisect_right(numbers, number)
         return streams[position - 1] if position else 0
 
+    @contextmanager
+    def passing(
+        self, outputs: Any, gradients: Any, block_of: Callable[[Any], SimulatedStorage | None]
+    ) -> Iterator[None]:
+        """Run the graph of ``outputs`` backward inside, from their ``gradients``."""
+        if not self.used:
+            yield
+            return
+        first: dict[int, int] = {}
+        nodes = list(reachable_nodes(roots_of(outputs)))
+        for node in nodes:
+            for following, _ in node.next_functions:
+                if (leaf := getattr(following, "variable", None)) is not None:
+                    number = min(node._sequence_nr(), first.get(leaf._cdata, OF_LEAVES))
+                    first[leaf._cdata] = number
+
+        def passed(made: Iterable[Any], to: Iterable[Any], of: Callable[[int], int]) -> None:
+            for gradient, node in zip(made, to, strict=False):
+                block = block_of(gradient) if isinstance(gradient, torch.Tensor) else None
+                if block is not None and block.address and node is not None:
+                    device = block.device.index
+                    target = self._at(device, self._number(node))
+                    if self._follows(device, of(device), target):
+                        block.allocator.record_stream(block.address, target)
+
+        with having(self._thread, "first", first), ExitStack() as hooks:
+            for node in nodes:
+                to = [following for following, _ in node.next_functions]
+                of = functools.partial(self._at, number=self._number(node))
+                numbers = {self._number(one) for one in to if one is not None}
+                devices = self._thread.chosen
+                if any(self._at(each, one) != of(each) for each in devices for one in numbers):
+                    hook = node.register_hook(lambda made, _, to=to, of=of: passed(made, to, of))
+                    hooks.callback(hook.remove)
+            passed(gradients, [getattr(each, "grad_fn", None) for each in outputs], self.current)
+            yield
+            # The caller's stream waits for those of leaves (exec_post_processing of engine.cpp).
+            for node in nodes:
+                block = block_of(node.variable) if hasattr(node, "variable") else None
+                if block is not None:
+                    own = self._at(block.device.index, self._number(node))
+                    self._follows(block.device.index, own, self.current(block.device.index))
+
+    def _number(self, node: Any) -> int:
+        """Return the sequence number of ``node``; of a leaf's, that of the node that used it first.
+
+        No node stands for that of the leaf whose hook runs.
+        """
+        leaf = self._thread.hooked if node is None else getattr(node, "variable", None)
+        if leaf is not None:
+            return self._thread.first.get(leaf._cdata, OF_LEAVES)
+        return OF_LEAVES if node is None else int(node._sequence_nr())
+
+    def _follows(self, device: int, source: int, target: int) -> bool:
+        """Make the stream ``target`` wait for ``source``, if that is another one."""
+        if source != target:
+            self.timeline.wait((device, target), self.timeline.mark((device, source)))
+        return source != target
+
     def hooked(self, leaf: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap ``hook`` of a leaf, which autograd runs before it sets the current node."""
         reference = weakref.ref(leaf)
 
         @functools.wraps(hook)
         def call(gradient: Any) -> Any:
-            with having(self._thread.leaves, "hooked", reference()):
+            with having(self._thread, "hooked", reference()):
                 return hook(gradient)
 
         return call
@@ -239,44 +302,6 @@ def priority_of(stream: int) -> int:
 
 OF_LEAVES = 2**64 - 1
 """Sequence number of the nodes that accumulate gradients into leaves."""
-_ENGINE_RUNS = torch.autograd.graph._engine_run_backward.__code__
-
-
-class Leaves:
-    """The leaves of the graph that runs backward on this thread."""
-
-    def __init__(self) -> None:
-        self.hooked: torch.Tensor | None = None
-        """The leaf whose hook runs: autograd has no current node then."""
-        self._task = -1
-        self._first: dict[int, int] = {}
-        """By leaf: the sequence number of the node that used it first."""
-
-    def first_use(self, task: int) -> int | None:
-        """Return the number of the node that first used the present leaf; ``None`` if unknown."""
-        leaf = self.hooked
-        if leaf is None:
-            leaf = getattr(torch._C._current_autograd_node(), "variable", None)
-        if leaf is None:
-            return None
-        if task != self._task:
-            self._task, self._first = task, {}
-            for node in reachable_nodes(_roots()):
-                number = node._sequence_nr()
-                for following, _ in node.next_functions:
-                    used = getattr(following, "variable", None)
-                    if used is not None:
-                        first = self._first.get(used._cdata, OF_LEAVES)
-                        self._first[used._cdata] = min(number, first)
-        return self._first.get(leaf._cdata)
-
-
-def _roots() -> list[Any]:
-    """Return the nodes at which the engine, which is somewhere below in the stack, has begun."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _ENGINE_RUNS:
-        frame = frame.f_back
-    return [] if frame is None else roots_of(frame.f_locals["t_outputs"])
 
 
 def roots_of(outputs: Iterable[Any]) -> list[Any]:

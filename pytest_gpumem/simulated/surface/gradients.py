@@ -65,14 +65,15 @@ def _save_pageable(
 ) -> None:
     """Make ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the device allocates the same.
 
-    Source: torch/autograd/graph.py (save_on_cpu), which otherwise fills a CPU tensor of its own.
-    That tensor is contiguous, so the device first copies one that is not
-    (aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries).
+    Source: torch/autograd/graph.py (save_on_cpu), which otherwise fills a CPU tensor of its own,
+    and does not wait for the copies back. That tensor is contiguous, so the device first copies one
+    that is not (aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries).
     """
     initialize(hooks, False, *args, **options)
     if pin_memory:
         packed: Any = hooks.pack_hook
         hooks.pack_hook = lambda tensor: packed(tensor.contiguous())
+        hooks.unpack_hook = lambda saved: saved[1].to(saved[0], non_blocking=True)
 
 
 _next = torch._C._autograd._get_sequence_nr
@@ -86,6 +87,10 @@ def _add_double_backward(machine: SimulatedMachine, patches: Patches) -> None:
     """
 
     def run(engine: Callable[..., Any], t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with machine.streams.passing(t_outputs, args[0], machine.storages.of):
+            return run_outermost(engine, t_outputs, *args, **kwargs)
+
+    def run_outermost(engine: Callable[..., Any], t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if _graph_task() != -1:
             return engine(t_outputs, *args, **kwargs)
         began, results = _next(), None

@@ -22,6 +22,8 @@ _BEGIN_WITH_A_FACTORY = (
     (torch._C._nn, "one_hot"),
     (nn.functional, "one_hot"),
     (torch._C._nn, "pad_sequence"),
+    *((place, name) for place in (torch, torch.Tensor) for name in ("quantile", "nanquantile")),
+    *((place, name) for place in (torch, torch.Tensor) for name in ("cov", "corrcoef")),
 )
 """Composite functions whose first step gets only the options of their arguments."""
 

@@ -163,9 +163,11 @@ class TensorReads:
         granted = assumption_of(asking)
         if granted and tensor.__class__ not in raw.PLAIN and hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()  # of a DTensor, whose shards are read as well
-        if granted and self._is_undecided(tensor):
+        block = self._block(tensor)
+        if granted and block is not None and self._is_undecided(tensor):
             answer, note = granted
             self._machine.assume(note)
+            self._machine.streams.host_waits(block.device.index)
             return answer
         known = self._known(tensor)
         if known is not None:
@@ -232,6 +234,8 @@ class TensorReads:
         return _tolist(tensor)
 
     def numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        if kwargs.get("force") and self._block(tensor) is not None:
+            tensor = tensor.detach().cpu()  # torch/csrc/utils/tensor_numpy.cpp (tensor_to_numpy)
         array = self._placeholder_array(tensor, of_any_type=True)
         return _numpy(tensor, **kwargs) if array is None else array
 

@@ -59,10 +59,6 @@ class Tensors(TensorReads):
             return _uploaded(tensor, device, args, kwargs)
         if device.type != "meta" and self.device(tensor).type == "meta":
             raise NotImplementedError(NO_DATA)
-        crosses = device.type != "meta" and (block is None) != (device.type == "cpu")
-        if crosses and not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
-            index = device.index if block is None else block.device.index
-            self._machine.streams.host_waits(self._machine.device(index).index)
         if device.type == "cpu":
             copied = _to(tensor, *args, **kwargs)
             if block is not None and self._machine.placement is not None:

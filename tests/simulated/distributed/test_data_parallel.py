@@ -128,3 +128,14 @@ def test_unsynchronised_buffers_and_several_groups() -> None:
         net = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024)).cuda()
         step(DistributedDataParallel(net, process_group=group, device_ids=[5]))
         assert gpu.allocated > WEIGHT
+
+
+def test_shapes_are_compared_on_the_gpu_of_the_rank() -> None:
+    with simulate("T4*2", world_size=2, rank=1) as gpu:
+        net = torch.nn.Linear(4, 5).cuda()
+        DistributedDataParallel(net, device_ids=[1])
+        first, own = gpu.devices
+        assert (first.peak_allocated, own is gpu) == (0, True)
+        # Weight, bias, and shapes.
+        sizes = [one.size for one in own.trace if one.action == "alloc"]
+        assert sizes[:5] == [80, 20, 8, 8, 8]

@@ -285,11 +285,22 @@ def test_tensors_made_in_cpp_are_on_the_device_of_the_inputs(gpu: SimulatedRun) 
         lambda: F.one_hot(labels, 5),
         lambda: nn.utils.rnn.pad_sequence([sequence, sequence[:2]]),
         lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True),
+        lambda: sequence.quantile(0.5),
+        lambda: torch.nanquantile(sequence, 0.5),
+        lambda: torch.cov(sequence),
+        lambda: sequence.corrcoef(),
     )
     for made in makers:
         elsewhere.add_(1)
         assert made().device == ONE
     assert allocated(gpu)[0] == 512
+
+
+def test_numpy_by_force_copies_to_the_host() -> None:
+    with simulate("T4*2"):
+        assert torch.ones(2, device="cuda:1").numpy(force=True).tolist() == [1, 1]
+        with pytest.raises(TypeError, match="can't convert cuda:1 device type tensor to numpy"):
+            torch.ones(2, device="cuda:1").numpy()
 
 
 def test_layers_on_one_gpu_allocate_nothing_on_the_other(gpu: SimulatedRun) -> None:

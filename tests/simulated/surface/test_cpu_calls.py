@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -246,6 +247,11 @@ def _stored(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
+def _shapes_of(name: str, x: Any) -> Any:
+    given = [0.5] * ("quantile" in name)
+    return getattr(x, name)(*given).shape, getattr(torch, name)(x, *given).shape
+
+
 METHODS: dict[str, list[Callable[[Any], Any]]] = {
     "device": [lambda x: x.device, lambda x: _assign(x, "device", "cpu")],
     "is_cuda": [lambda x: x.is_cuda],
@@ -433,6 +439,9 @@ METHODS: dict[str, list[Callable[[Any], Any]]] = {
         lambda x: F.one_hot(x.long(), 2),
         lambda x: untyped._C._nn.one_hot(x.long(), num_classes=9),
     ],
+    **{
+        name: [partial(_shapes_of, name)] for name in ("quantile", "nanquantile", "cov", "corrcoef")
+    },
     "pad_sequence": [
         lambda x: nn.utils.rnn.pad_sequence([x, x[:1]], batch_first=True),
         lambda x: nn.utils.rnn.pad_sequence([x, x[:1]], padding_value=3.0),

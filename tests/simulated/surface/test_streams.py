@@ -186,8 +186,15 @@ class TestRecordStream:
             lambda x: x.cpu(),
             lambda x: x.to("cpu"),
             lambda x: torch.ones(3).cuda(),
+            lambda x: x.copy_(torch.ones(3)),
+            lambda x: torch.ones(3).pin_memory().copy_(x),
+            lambda x: torch.ones(3).copy_(x, non_blocking=True),
+            lambda x: torch.tensor([1.0, 2.0], device="cuda"),
         ],
-        ids=["item", "cpu", "to", "from the host"],
+        ids=[
+            *("item", "cpu", "to", "from the host", "copy from the host", "copy to the host"),
+            *("copy to pageable memory", "tensor of numbers"),
+        ],
     )
     def test_a_copy_waits_for_what_the_current_stream_waited_for(
         self, read: Callable[[torch.Tensor], object]
@@ -215,8 +222,59 @@ class TestRecordStream:
             del x
             torch.cuda.current_stream().wait_stream(side)
             torch.ones(3).pin_memory().to("cuda", non_blocking=True)
+            torch.ones(3).pin_memory().copy_(torch.ones(3, device="cuda"), non_blocking=True)
             mebibytes(1)
             assert allocated_and_active() == (0, 4)
+
+    def test_a_copy_allocates_before_it_waits(self) -> None:
+        with simulate("T4"):
+            side = torch.cuda.Stream()
+            x = mebibytes(4)
+            x.record_stream(side)
+            del x
+            torch.cuda.current_stream().wait_stream(side)
+            copied = torch.ones(MIB // 4).cuda()
+            assert allocated_and_active() == (1, 5)
+            del copied
+            mebibytes(1)
+            assert allocated_and_active() == (0, 0)
+
+    @pytest.mark.parametrize("waits", [False, True])
+    def test_a_gradient_that_passes_to_another_stream_is_used_there(self, waits: bool) -> None:
+        with simulate("T4"):
+            x = torch.ones(MIB // 4, device="cuda", requires_grad=True)
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                y = x * 2
+            z = y * 2
+            z.backward(torch.ones_like(z))
+            del y, z
+            # The gradient of y was made on the default stream, and was used on the other one.
+            assert allocated_and_active() == (2, 3)
+            if waits:
+                # Which has waited for the streams of the leaves.
+                torch.cuda.current_stream().synchronize()
+            mebibytes(1)
+            assert allocated_and_active() == (2, 2 if waits else 3)
+
+    def test_gradients_on_one_stream_are_free_at_once(self) -> None:
+        with simulate("T4"):
+            x = torch.ones(MIB // 4, device="cuda", requires_grad=True)
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                z = x * 2 * 2
+                z.backward(torch.ones_like(z))
+                del z
+            assert allocated_and_active() == (2, 2)
+
+    def test_the_first_gradient_is_used_on_the_stream_of_its_node(self) -> None:
+        with simulate("T4"):
+            x = torch.ones(MIB // 4, device="cuda", requires_grad=True)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                z = x * 2
+            z.backward(torch.ones_like(z))
+            del z
+            assert allocated_and_active() == (2, 3)
 
     def test_record_stream_accepts_empty_and_refuses_cpu_tensors(self) -> None:
         with simulate("T4"):
