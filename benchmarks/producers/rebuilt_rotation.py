@@ -22,9 +22,10 @@ def product(weight: Tensor, x: Tensor) -> Tensor:
 
     Without autocast it is what einsum of torch 2.6 made of it, whose backward pass is another one
     than that of later releases. Under autocast, where einsum casts the weight first, only forward
-    passes were recorded, and these are the same in all.
+    passes were recorded, and these are the same in all. A compiler traces the parts that einsum of
+    the release that runs has: there, too, it is what 2.6 made of it.
     """
-    if torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled("cuda") and not torch.compiler.is_compiling():
         return torch.einsum("oi,bti->bto", weight, x)
     batch, length, inputs = x.shape
     columns = x.permute(2, 0, 1).reshape(1, inputs, batch * length)
