@@ -99,8 +99,12 @@ def _has_gpu_tensor(holder: Any, depth: int) -> bool:
     )
 
 
-def _cached_callers(frame: FrameType | None) -> Iterator[Any]:
-    """Yield the cached functions on the stack, up to the import of a module."""
+def _cached_callers(frame: FrameType | None) -> set[Any]:
+    """Return the cached functions on the stack, up to the import of a module.
+
+    No generator: Dynamo of torch 2.6 refuses one that runs while it traces, with Python 3.10.
+    """
+    found = set()
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         code = frame.f_code
         first, _, rest = getattr(code, "co_qualname", code.co_name).partition(".")
@@ -110,8 +114,9 @@ def _cached_callers(frame: FrameType | None) -> Iterator[Any]:
         except (KeyError, AttributeError):  # a nested function
             function = None
         if type(function) is functools._lru_cache_wrapper:
-            yield function
+            found.add(function)
         frame = frame.f_back
+    return found
 
 
 def _clear(functions: set[Any]) -> None:

@@ -209,6 +209,8 @@ def _serve_next(listening: socket.socket, forks: list[_Fork]) -> None:
 def _import_rewritten() -> None:
     """Import plugins' modules through pytest's hook, which warns of any that it did not rewrite."""
     config = get_config([])
+    if not hasattr(config, "inicfg"):  # pytest 8 has it once its configuration is read
+        vars(config)["inicfg"] = {}
     hook = install_importhook(config)
     hook.mark_rewrite(*{name.partition(".")[0] for name in REWRITTEN})
     for name in (*REWRITTEN, *PLAIN):

@@ -116,7 +116,7 @@ def test_a_room_that_is_usable_by_itself_imports_no_other(folder: str) -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    graph = TopologicalSorter[str]()
+    graph: TopologicalSorter[str] = TopologicalSorter()
     for module, imported in imports():
         graph.add(module, imported)
 
