@@ -20,6 +20,7 @@ import threading
 import warnings
 import weakref
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -216,44 +217,66 @@ class Streams:
     def passing(
         self, outputs: Any, gradients: Any, block_of: Callable[[Any], SimulatedStorage | None]
     ) -> Iterator[None]:
-        """Run the graph of ``outputs`` backward inside, from their ``gradients``."""
+        """Run the graph of ``outputs`` backward inside, from their ``gradients``.
+
+        Nodes are not held meanwhile: each dies, with what it has saved, where it has run.
+        """
         if not self.used:
             yield
             return
-        first: dict[int, int] = {}
-        nodes = list(reachable_nodes(roots_of(outputs)))
-        for node in nodes:
-            for following, _ in node.next_functions:
-                if (leaf := getattr(following, "variable", None)) is not None:
-                    number = min(node._sequence_nr(), first.get(leaf._cdata, OF_LEAVES))
-                    first[leaf._cdata] = number
-
-        def passed(made: Iterable[Any], to: Iterable[Any], of: Callable[[int], int]) -> None:
-            for gradient, node in zip(made, to, strict=False):
-                block = block_of(gradient) if isinstance(gradient, torch.Tensor) else None
-                if block is not None and block.address and node is not None:
-                    device = block.device.index
-                    target = self._at(device, self._number(node))
-                    if self._follows(device, of(device), target):
-                        block.allocator.record_stream(block.address, target)
-
-        with having(self._thread, "first", first), ExitStack() as hooks:
-            for node in nodes:
-                to = [following for following, _ in node.next_functions]
-                of = functools.partial(self._at, number=self._number(node))
-                numbers = {self._number(one) for one in to if one is not None}
-                devices = self._thread.chosen
-                if any(self._at(each, one) != of(each) for each in devices for one in numbers):
-                    hook = node.register_hook(lambda made, _, to=to, of=of: passed(made, to, of))
-                    hooks.callback(hook.remove)
-            passed(gradients, [getattr(each, "grad_fn", None) for each in outputs], self.current)
+        with having(self._thread, "first", _first_uses(outputs)), ExitStack() as hooks:
+            leaves = self._watch(outputs, block_of, hooks)
+            for node, gradient in zip(map(_node_of, outputs), gradients, strict=False):
+                if node is not None:
+                    self._follow([gradient], [self.current], self._stream_of(node), block_of)
             yield
             # The caller's stream waits for those of leaves (exec_post_processing of engine.cpp).
-            for node in nodes:
-                block = block_of(node.variable) if hasattr(node, "variable") else None
-                if block is not None:
-                    own = self._at(block.device.index, self._number(node))
-                    self._follows(block.device.index, own, self.current(block.device.index))
+            for device, of in leaves:
+                self._joins(device, of(device), self.current(device))
+
+    def _watch(
+        self, outputs: Any, block_of: Callable[[Any], SimulatedStorage | None], hooks: ExitStack
+    ) -> list[tuple[int, _Stream]]:
+        """Hook nodes with gradients of other streams; return the devices and streams of leaves.
+
+        A hook before a node: one after it would keep the gradients that the node is given.
+        """
+        leaves, sources = [], defaultdict[Any, list[_Stream]](list)
+        for node in reachable_nodes(roots_of(outputs)):
+            of = self._stream_of(node)
+            block = block_of(node.variable) if hasattr(node, "variable") else None
+            if block is not None:
+                leaves.append((block.device.index, of))
+            for to in filter(None, (one for one, _ in node.next_functions)):
+                target = self._stream_of(to)
+                if any(target(device) != of(device) for device in self._thread.chosen):
+                    sources[to].append(of)
+        for node, given in sources.items():
+            follow = functools.partial(
+                self._follow, sources=given, target=self._stream_of(node), block_of=block_of
+            )
+            hooks.callback(node.register_prehook(follow).remove)
+        return leaves
+
+    def _follow(
+        self,
+        gradients: Iterable[Any],
+        sources: Iterable[_Stream],
+        target: _Stream,
+        block_of: Callable[[Any], SimulatedStorage | None],
+    ) -> None:
+        """Record ``gradients`` of the streams ``sources`` on ``target``, which waits for those."""
+        for gradient in gradients:
+            block = block_of(gradient) if isinstance(gradient, torch.Tensor) else None
+            if block is not None and block.address:
+                device = block.device.index
+                joined = [self._joins(device, of(device), target(device)) for of in sources]
+                if any(joined):
+                    block.allocator.record_stream(block.address, target(device))
+
+    def _stream_of(self, node: Any) -> _Stream:
+        """Return the function from a device to its stream on which ``node`` runs."""
+        return functools.partial(self._at, number=self._number(node))
 
     def _number(self, node: Any) -> int:
         """Return the sequence number of ``node``; of a leaf's, that of the node that used it first.
@@ -265,7 +288,7 @@ class Streams:
             return self._thread.first.get(leaf._cdata, OF_LEAVES)
         return OF_LEAVES if node is None else int(node._sequence_nr())
 
-    def _follows(self, device: int, source: int, target: int) -> bool:
+    def _joins(self, device: int, source: int, target: int) -> bool:
         """Make the stream ``target`` wait for ``source``, if that is another one."""
         if source != target:
             self.timeline.wait((device, target), self.timeline.mark((device, source)))
@@ -300,14 +323,31 @@ def priority_of(stream: int) -> int:
     return 1 - kind if stream & 1 and 1 <= kind <= 1 - HIGHEST_PRIORITY else 0
 
 
+_Stream = Callable[[int], int]
+"""(device) -> stream"""
+
 OF_LEAVES = 2**64 - 1
 """Sequence number of the nodes that accumulate gradients into leaves."""
 
 
+def _first_uses(outputs: Iterable[Any]) -> dict[int, int]:
+    """Return the lowest sequence number of a node that leads to each leaf, by the leaf."""
+    first: dict[int, int] = {}
+    for node in reachable_nodes(roots_of(outputs)):
+        for following, _ in node.next_functions:
+            if (leaf := getattr(following, "variable", None)) is not None:
+                number = min(node._sequence_nr(), first.get(leaf._cdata, OF_LEAVES))
+                first[leaf._cdata] = number
+    return first
+
+
 def roots_of(outputs: Iterable[Any]) -> list[Any]:
     """Return the nodes that have made ``outputs``, tensors or autograd's edges."""
-    found = [getattr(each, "grad_fn", None) or getattr(each, "node", None) for each in outputs]
-    return [node for node in found if node is not None]
+    return [node for node in map(_node_of, outputs) if node is not None]
+
+
+def _node_of(output: Any) -> Any:
+    return getattr(output, "grad_fn", None) or getattr(output, "node", None)
 
 
 def reachable_nodes(

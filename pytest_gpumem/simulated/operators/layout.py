@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch._ops import OpOverload
@@ -162,9 +162,10 @@ _ALIKE = frozenset(
     for name in (
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
         *("randint_like", "flip", "native_dropout", "sort", "hardswish_backward", "elu_backward"),
+        "binary_cross_entropy_backward",
     )
 )
-"""Operators whose (first) results have the strides of their first argument, where that is dense."""
+"""Operators whose (first) results have the strides of their first operand, where that is dense."""
 
 _PACKED = frozenset(
     f"aten::{name}"
@@ -182,6 +183,18 @@ _FORMATTED = {
 """Operators whose first results have the format of this operand, and without training none."""
 _OTHERS = frozenset({"aten.angle.default", "aten.clone.default", "aten.pow.Scalar"})
 """Pointwise operators whose results TensorIterator does not make, or not always."""
+_UNTAGGED = frozenset({"aten::hardsigmoid_backward", "aten::softplus_backward"})
+"""Operators whose results it makes, too, though torch does not tag them as pointwise."""
+_SECOND_FIRST = frozenset({"aten::threshold_backward", "aten::binary_cross_entropy_backward"})
+"""Operators whose first operand in C++ is their second argument (Activation.cpp, Loss.cu)."""
+
+
+@cache
+def _is_pointwise(func: OpOverload) -> bool:
+    """Return whether TensorIterator makes the result of ``func``."""
+    if func._schema.name in _UNTAGGED:
+        return True
+    return torch.Tag.pointwise in func.tags and str(func) not in _OTHERS
 
 
 def strides_in_cpp(
@@ -199,6 +212,8 @@ def strides_in_cpp(
     operands = [one for one in args if isinstance(one, torch.Tensor)]
     if 0 in shape or not operands:
         return None
+    if name in _SECOND_FIRST:
+        operands[:2] = operands[1::-1]
     if name in _ALIKE and kwargs.get("memory_format") in (None, torch.preserve_format):
         own = operands[0].stride() if is_dense(operands[0]) else result.stride()
     elif name in _PACKED:
@@ -207,7 +222,7 @@ def strides_in_cpp(
         format = suggested_format(operands[_FORMATTED[name]])
         is_last = format is not torch.contiguous_format and args[7] is not False
         own = _packed(shape, _ORDERS[len(shape)] if is_last else range(len(shape) - 1, -1, -1))
-    elif name in _BESIDE_NUMBERS or (torch.Tag.pointwise in func.tags and str(func) not in _OTHERS):
+    elif name in _BESIDE_NUMBERS or _is_pointwise(func):
         beside_number = name in _BESIDE_NUMBERS and len(operands) < len(args)
         own = elementwise_strides(shape, operands, beside_number=beside_number)
     else:

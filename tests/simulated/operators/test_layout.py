@@ -13,6 +13,7 @@ from torch import nn
 from pytest_gpumem.simulated.operators.layout import elementwise_strides
 from pytest_gpumem.simulated.operators.tables import MAY_OVERRIDE
 
+aten = torch.ops.aten
 Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 CALLS: dict[str, Call] = {
@@ -37,6 +38,10 @@ CALLS: dict[str, Call] = {
     "sorted": lambda x, y: x.sort(-1).values,
     "new": lambda x, y: torch.zeros_like(x),
     "copied": lambda x, y: x.clone(),
+    "a gradient of relu": lambda x, y: aten.threshold_backward(x, y, 0),
+    "a gradient of hardsigmoid": lambda x, y: aten.hardsigmoid_backward(x, y),
+    "a gradient of softplus": lambda x, y: aten.softplus_backward(x, y, 1.0, 20.0),
+    "a gradient of binary cross entropy": lambda x, y: aten.binary_cross_entropy_backward(x, y, x),
 }
 
 
