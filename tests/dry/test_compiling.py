@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
+
 from tests.dry.conftest import Run
 
 
@@ -47,6 +51,7 @@ found["may leave"] = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
         assert set(map(tuple, found["pools behind"])) == {(0, 0)}
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="torch.compile needs Triton for a GPU")
 def test_a_kernel_that_would_be_measured_is_that_of_the_library(dry_run: Run) -> None:
     """Times are all equal, so a template fused with what follows would seem to be faster."""
     found = dry_run(
