@@ -259,20 +259,25 @@ with torch.cuda.stream(_S):\n    _t=x[x>0]
 with torch.cuda.stream(_S):\n    _t=x.sum();_a=_t.item()
 """
 
-RANKS = (
-    r"""
-_m=@NET
-_m=DDP(_m,device_ids=[dist.get_rank()]@DDP)
-@HOOK
-_o=@OPTIM
-for _i in range(@COUNT):
+_TRAINED = """for _i in range(@COUNT):
     for _j in range(@FEW):
         with @SYNC:
             with torch.autocast('cuda',@AMP):
                 _a=_m(torch.rand(@BATCH,16,48,device='cuda'))
                 _l=_a.float().square().mean()
             _l.backward()
-    @CLIP
+"""
+"""Steps with gradients of several passes, for models that have ``no_sync``."""
+
+RANKS = (
+    r"""
+_m=@NET
+_m=DDP(_m,device_ids=[dist.get_rank()]@DDP)
+@HOOK
+_o=@OPTIM
+"""
+    + _TRAINED
+    + r"""    @CLIP
     _o.step()
     _o.zero_grad(@FLAG)
     @AFTER
@@ -364,14 +369,9 @@ for _i in range(@COUNT):
 _m=@NET
 _m=FSDP(_m,device_id=dist.get_rank()@FSDP)
 _o=@OPTIM
-for _i in range(@COUNT):
-    for _j in range(@FEW):
-        with @SYNC:
-            with torch.autocast('cuda',@AMP):
-                _a=_m(torch.rand(@BATCH,16,48,device='cuda'))
-                _l=_a.float().square().mean()
-            _l.backward()
-    @CLIPFSDP
+"""
+    + _TRAINED
+    + r"""    @CLIPFSDP
     _o.step()
     _o.zero_grad(@FLAG)
 """,

@@ -203,8 +203,8 @@ def strides_in_cpp(
     """Return the strides of ``result`` in C++; ``None`` where Python's kernel gives the same.
 
     Gradients by Python's formulas have the layout of what they are multiplied by; CUDA's kernels
-    allocate the result before. Source of those: native/cuda/layer_norm_kernel.cu, Normalization.cu
-    and .cuh, Activation.cpp, native/cudnn/BatchNorm.cpp, native/SoftMax.cpp, Activation.cpp.
+    allocate the result before. Source of those: layer_norm_kernel.cu, Normalization.cu and .cuh,
+    Activation.cpp of native/cuda; native/cudnn/BatchNorm.cpp, native/SoftMax.cpp, Activation.cpp.
     """
     if not isinstance(result, torch.Tensor) or result.dim() < 2:
         return None

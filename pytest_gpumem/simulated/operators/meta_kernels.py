@@ -92,7 +92,6 @@ WRONG: dict[str, Callable[..., Any]] = {
         exponents.shape, dtype=torch.result_type(base, exponents)
     ),
     "rrelu_with_noise": lambda x, *_, **__: _contiguous(x, x),
-    "smooth_l1_loss_backward": _of_loss,
     "soft_margin_loss": _loss,
     "view_copy": lambda x, size: x.new_empty(x.new_empty(x.shape).view(size).shape),
 }
