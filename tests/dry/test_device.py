@@ -63,6 +63,9 @@ found["when_the_host_has_waited"] = torch.cuda.memory_reserved()
 event = torch.cuda.Event()
 event.record(side)
 found["event"] = event.query()
+of_any_device = torch.Event("cuda")
+of_any_device.record(side)
+found["event_of_any_device"] = of_any_device.query()
 
 def used_elsewhere() -> int:
     stats = torch.cuda.memory_stats()
@@ -162,6 +165,7 @@ def test_what_another_stream_uses_is_free_when_the_host_has_waited(found: Any) -
     assert before >= 40 * MIB
     assert found["when_the_host_has_waited"] == before
     assert found["event"] is True
+    assert found["event_of_any_device"] is True
 
 
 def test_a_copy_to_pageable_memory_is_over_when_it_returns(found: Any) -> None:

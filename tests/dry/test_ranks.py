@@ -81,6 +81,23 @@ def test_fully_shard():
     train(model, own)
 
 
+@pytest.mark.gpumem(ranks=8)
+@ending
+def test_flat_shards():
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    own = joined()
+    # Shards in half precision and whole parameters wait for streams that have used them.
+    model = FullyShardedDataParallel(
+        network(own),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        device_id=own,
+    )
+    train(model, own)
+
+
 @pytest.mark.gpumem(ranks=8, rank=3)
 @ending
 def test_another_rank():
@@ -276,6 +293,7 @@ def _reported(folder: Path, kind: str) -> dict[str, Any]:
         *("fully_shard", "another_rank", "hybrid", "data_parallel", "tensor_parallel"),
         *(
             pytest.param("hook", marks=UNTIL_WATCHED),
+            "flat_shards",
             "norms_of_all_ranks",
             "unused",
             "point_to_point",

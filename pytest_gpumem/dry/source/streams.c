@@ -4,10 +4,13 @@
  * stream's work, for which torch's allocator queries events (process_events of c10/cuda/CUDACachingAllocator.cpp). A
  * GPU with long steps returns "not ready" until the host has waited, and so does the dry device to the allocator, until
  * so many blocks were allocated later that launches would have waited (MOST_AHEAD of allocator/stream_uses.py). A query
- * by other code returns that all work is done, which then also holds for the allocator; but a stream on which
- * torch.cuda._sleep was called is busy until the host has waited for it.
+ * by a program returns that all work is done, which then also holds for the allocator; one by torch's CUDA library
+ * changes nothing for the allocator: ProcessGroupNCCL queries at times that a clock decides, and the flight recorder
+ * (FlightRecorderHook.cpp) as soon as a collective is issued. But a stream on which torch.cuda._sleep was called is
+ * busy until the host has waited for it.
  */
 #define _GNU_SOURCE
+#include <execinfo.h>
 #include <link.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -86,22 +89,26 @@ void stream_sleep(void *handle)
         stream->slept = stream->issued;
 }
 
-static bool sleeps(const struct stream *stream, uint64_t until)
+/* Whether work up to `until` contains a sleep or waits for one; no stream is searched again for earlier work. */
+static bool sleeps(struct stream *stream, uint64_t until, uint64_t search)
 {
-    if (stream->done >= until)
+    if (stream->done >= until || (stream->search == search && stream->searched >= until))
         return false;
+    stream->search = search;
+    stream->searched = until;
     if (stream->slept > stream->done && stream->slept <= until)
         return true;
     for (struct dependency *one = stream->dependencies; one != NULL; one = one->next)
-        if (one->at <= until && sleeps(one->on, one->until))
+        if (one->at <= until && sleeps(one->on, one->until, search))
             return true;
     return false;
 }
 
-static bool is_asleep(const struct stream *stream, uint64_t until)
+static bool is_asleep(struct stream *stream, uint64_t until)
 {
+    static uint64_t searches;
     pthread_mutex_lock(&lock);
-    bool answer = sleeps(stream, until);
+    bool answer = sleeps(stream, until, ++searches);
     pthread_mutex_unlock(&lock);
     return answer;
 }
@@ -256,35 +263,52 @@ API int cudaEventSynchronize(struct event *event)
     return SUCCESS;
 }
 
-/* Whether the address lies in the library of torch's allocator. */
+/* Who queries an event: torch's allocator, other code of torch's CUDA library, or other code. */
+enum caller { OTHERS, ALLOCATOR, TORCH };
+
 struct search {
     uintptr_t address;
-    bool inside;
+    enum caller caller;
 };
 
 static int look_at_library(struct dl_phdr_info *library, IGNORED size_t size, void *data)
 {
     struct search *search = data;
-    if (library->dlpi_name == NULL || strstr(library->dlpi_name, "libc10_cuda.so") == NULL)
+    if (library->dlpi_name == NULL)
         return 0;
-    for (int i = 0; i < library->dlpi_phnum; i++) {
+    enum caller caller = strstr(library->dlpi_name, "libc10_cuda.so")     ? ALLOCATOR
+                         : strstr(library->dlpi_name, "libtorch_cuda.so") ? TORCH
+                                                                          : OTHERS;
+    for (int i = 0; caller != OTHERS && i < library->dlpi_phnum; i++) {
         uintptr_t start = library->dlpi_addr + library->dlpi_phdr[i].p_vaddr;
         if (search->address - start < library->dlpi_phdr[i].p_memsz)
-            search->inside = true;
+            search->caller = caller;
     }
-    return 1;
+    return search->caller;
 }
 
-static bool is_allocator(void *caller)
+static enum caller library_of(void *address)
 {
-    static __thread void *known; /* the allocator queries from one call site */
-    if (caller == known)
-        return true;
-    struct search search = {(uintptr_t)caller, false};
+    struct search search = {(uintptr_t)address, OTHERS};
     dl_iterate_phdr(look_at_library, &search);
-    if (search.inside)
-        known = caller;
-    return search.inside;
+    return search.caller;
+}
+
+/* The allocator queries from one place. Its library also has torch.Event's query, which other libraries call. */
+static enum caller caller_at(void *address)
+{
+    static __thread void *last;
+    static __thread enum caller of_last;
+    if (last == address)
+        return of_last;
+    last = address;
+    of_last = library_of(address);
+    void *frames[5];
+    int count = backtrace(frames, 5);
+    for (int i = 0; of_last == ALLOCATOR && i + 1 < count; i++)
+        if (frames[i] == address)
+            of_last = library_of(frames[i + 1]);
+    return of_last;
 }
 
 API int cudaEventQuery(struct event *event)
@@ -293,11 +317,14 @@ API int cudaEventQuery(struct event *event)
         return SUCCESS;
     if (is_captured(event))
         return capture_break(event->stream->capture);
-    if (is_allocator(__builtin_return_address(0))) {
+    enum caller caller = caller_at(__builtin_return_address(0));
+    if (caller == ALLOCATOR) {
         uint64_t later = blocks_allocated_on(event->stream->device) - event->blocks;
         return later < MOST_AHEAD ? fail(NOT_READY) : SUCCESS;
     }
-    return is_asleep(event->stream, event->at) ? fail(NOT_READY) : cudaEventSynchronize(event);
+    if (is_asleep(event->stream, event->at))
+        return fail(NOT_READY);
+    return caller == TORCH ? SUCCESS : cudaEventSynchronize(event);
 }
 
 /* There is no clock: any two events are a millisecond apart, so that code that compares times chooses the first. */

@@ -31,6 +31,7 @@ struct stream {
     int device, priority;
     uint64_t issued, done;
     uint64_t slept; /* the position of the first sleep, if it is after `done` */
+    uint64_t search, searched; /* the last search for a sleep, and the position that it reached */
     struct capture *capture; /* NULL: calls are executed, not captured */
     struct frontier last;
     struct dependency *dependencies;
