@@ -120,10 +120,10 @@ def usable_path(base: Path, value: str) -> Path:
 
 def process_quota(value: str) -> Quota:
     """Return the quota: a size, a share or ``auto``."""
-    from pytest_gpumem.sizes import SizeError, parse_size
+    from pytest_gpumem.sizes import parse_size
 
     text = value.strip()
-    with suppress(SizeError, ValueError):
+    with suppress(ValueError):
         if text == "auto":
             return Quota(auto=True)
         if text.endswith("%"):
