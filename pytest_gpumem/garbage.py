@@ -194,34 +194,20 @@ class FramesCleared:
     torch/fx/_symbolic_trace.py), and an exception that is stored or part of a reference cycle
     (``FailedMatch`` in torch/_inductor/pattern_matcher.py). This removes the tracebacks of the
     exceptions and the local variables of the frames, unless an exception leaves the ``with``
-    statement.
+    statement. It is also two calls, for callbacks that another library's function makes.
 
-    The search among all objects is slow, so it is made only if the frame with the ``with``
-    statement has more references than before, of which ``f_back`` is one.
+    The search among all objects is slow, so it is made only if the innermost frame that has run
+    since the beginning has more references than before, of which ``f_back`` is one.
     """
-
-    def __enter__(self) -> None:
-        caller = self._caller = sys._getframe(1)
-        self._collections = get_stats()[-1]["collections"]
-        self._references = getrefcount(caller)
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        caller = self._caller
-        if kind is None and getrefcount(caller) > self._references:
-            is_young = get_stats()[-1]["collections"] == self._collections
-            _clear_frames_below(caller, _NEW if is_young else (*_NEW, _OLDEST))
-        del self._caller
-
-
-class LeftoverFrames:
-    """:class:`FramesCleared` as two calls, for callbacks that another library's function makes."""
 
     def __init__(self) -> None:
         self._before: list[FrameType] = []
         self._references: list[int] = []
+        self._collections = 0
 
     def begin(self) -> None:
         """Record the running frames."""
+        self._collections = get_stats()[-1]["collections"]
         self._before = list(_running())
         self._references = [getrefcount(frame) for frame in self._before]
 
@@ -236,10 +222,17 @@ class LeftoverFrames:
         for frame, now, then in zip(self._before, references, self._references, strict=True):
             if frame in running:
                 if now > then:
-                    _clear_frames_below(frame, (*_NEW, _OLDEST))
+                    is_young = get_stats()[-1]["collections"] == self._collections
+                    _clear_frames_below(frame, _NEW if is_young else (*_NEW, _OLDEST))
                 break
         self._before.clear()
         self._references.clear()
+
+    __enter__ = begin
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            self.end()
 
 
 def _running() -> Iterator[FrameType]:

@@ -16,11 +16,9 @@ Change = Callable[[ModuleType], None]
 Context = Callable[[], AbstractContextManager[object]]
 
 
-@contextmanager
-def when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
+def when_imported(changes: Mapping[str, Change]) -> AbstractContextManager[None]:
     """Apply the change of each module that is imported already, or when it is imported inside."""
-    with watched(changing(changes)):
-        yield
+    return watched(changing(changes))
 
 
 def changing(changes: Mapping[str, Change], executed: Context = nullcontext) -> Finder:

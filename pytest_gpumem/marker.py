@@ -24,10 +24,6 @@ GUARANTEED, OPPORTUNISTIC = "guaranteed", "opportunistic"
 """The values of ``qos``, the quality of service on a shared device."""
 
 
-class MarkerError(ValueError):
-    """Bad arguments of the marker; the message is one sentence, without the test's name."""
-
-
 @dataclass(frozen=True)
 class Expectation:
     """The limits and settings of a test; sizes in bytes, ``None`` for no limit.
@@ -111,7 +107,7 @@ def expectation_of(
 
     For each keyword the closest marker wins; ``defaults`` (values by keyword, as
     :func:`parse_keyword` returns them) apply without any. A keyword that the closest marker gives
-    as ``None`` counts as not given. Raises :class:`MarkerError`.
+    as ``None`` counts as not given. Raises ``ValueError``.
     """
     merged = dict(defaults)
     for mark in reversed(list(markers)):
@@ -119,9 +115,9 @@ def expectation_of(
     expectation = Expectation(**{key: value for key, value in merged.items() if value is not None})
     rank, ranks = expectation.rank, expectation.ranks
     if rank and not ranks:
-        raise MarkerError(f"gpumem marker: rank={rank!r} needs ranks=, the number of ranks")
+        raise ValueError(f"gpumem marker: rank={rank!r} needs ranks=, the number of ranks")
     if isinstance(rank, int) and ranks and rank >= min(ranks):
-        raise MarkerError(
+        raise ValueError(
             f"gpumem marker: rank={rank} is none of {min(ranks)}; write an int from 0 to "
             f"{min(ranks) - 1}, or {WORST!r}"
         )
@@ -139,13 +135,13 @@ def parse_keyword(keyword: str, value: object) -> Any:
 def _keywords_of(mark: pytest.Mark) -> dict[str, Any]:
     given = dict(mark.kwargs)
     if len(mark.args) > 1:
-        raise MarkerError(
+        raise ValueError(
             f"gpumem marker: {len(mark.args)} positional arguments {quoted(mark.args)}, "
             "but only max= may be given without its keyword"
         )
     if mark.args:
         if "max" in given:
-            raise MarkerError(
+            raise ValueError(
                 f"gpumem marker: {quoted(mark.args[0])} and max={quoted(given['max'])} are both "
                 "the peak limit; give one of them"
             )
@@ -159,31 +155,31 @@ def _parse_named(keyword: str, value: object) -> Any:
 
         close = get_close_matches(keyword, _PARSERS, n=1)
         suggestion = f"did you mean {close[0]}? " if close else ""
-        raise MarkerError(
+        raise ValueError(
             f"gpumem marker: unknown keyword {printable(keyword, MOST)}={quoted(value)}; "
             f"{suggestion}accepted: {', '.join(_PARSERS)}"
         )
     try:
         return None if value is None else parse_keyword(keyword, value)
     except ValueError as error:
-        raise MarkerError(f"gpumem marker: {keyword}={error}") from None
+        raise ValueError(f"gpumem marker: {keyword}={error}") from None
 
 
 def _phases(value: object) -> dict[str, int]:
     if not isinstance(value, Mapping):
-        raise MarkerError(
+        raise ValueError(
             f'{quoted(value)} is not a dict of sizes by phase, like {{"forward": "1GB"}}'
         )
     limits = {}
     for name, limit in value.items():
         if not isinstance(name, str) or not name:
-            raise MarkerError(
+            raise ValueError(
                 f"{quoted(value)} names a phase {quoted(name)}; a name is a text, not empty"
             )
         try:
             limits[name] = written_size(limit)
         except ValueError as error:
-            raise MarkerError(f"{quoted(value)}: for {quoted(name)}, {error}") from None
+            raise ValueError(f"{quoted(value)}: for {quoted(name)}, {error}") from None
     return limits
 
 
@@ -194,7 +190,7 @@ def _gpus(value: object) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     names = names if isinstance(names, list | tuple) else ()
     if not names or not all(isinstance(name, str) for name in names):
-        raise MarkerError(
+        raise ValueError(
             f'{quoted(value)} is not a GPU model; write one like "A100-40GB", or a list'
         )
     models = tuple(find_machine(name).name for name in names)
@@ -207,12 +203,12 @@ def _gpus(value: object) -> tuple[str, ...]:
 def _ranks(value: object) -> tuple[int, ...]:
     numbers = value if isinstance(value, list | tuple) else [value]
     if not numbers or not all(is_int(number, 1, MOST_RANKS) for number in numbers):
-        raise MarkerError(
+        raise ValueError(
             f"{quoted(value)} is not a number of ranks; write an int from 1 to {MOST_RANKS:,}, or "
             "a list of them"
         )
     if len(set(numbers)) < len(numbers):
-        raise MarkerError(f"{quoted(value)} names a number of ranks twice; name each once")
+        raise ValueError(f"{quoted(value)} names a number of ranks twice; name each once")
     return tuple(numbers)
 
 
@@ -227,7 +223,7 @@ def _unchanged_if(accepts: Callable[[Any], bool], otherwise: str) -> Callable[[A
     def parse(value: object) -> Any:
         if accepts(value):
             return value
-        raise MarkerError(f"{quoted(value)} {otherwise}")
+        raise ValueError(f"{quoted(value)} {otherwise}")
 
     return parse
 

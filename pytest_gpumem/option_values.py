@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pytest_gpumem.quoting import quoted
+
 GITLAB_FILE = "gpumem.md"
 """The report in GitLab's project folder, if no other one is requested."""
 
@@ -66,12 +68,6 @@ class Quota(NamedTuple):
         return int(total * (1 / workers if self.share is None else self.share))
 
 
-def _quoted(value: object) -> str:
-    from pytest_gpumem.quoting import quoted
-
-    return quoted(value)
-
-
 def as_marker(
     keyword: str, read: Callable[[Any], Any] = lambda value: value
 ) -> Callable[[Any], Any]:
@@ -102,7 +98,7 @@ def phase_limits(lines: list[str]) -> dict[str, str]:
         name, equals, size = (part.strip() for part in line.partition("="))
         if not equals or not name or name in limits:
             raise ValueError(
-                f"{_quoted(line)} is not a phase and its limit, each once: forward = 1GB"
+                f"{quoted(line)} is not a phase and its limit, each once: forward = 1GB"
             )
         limits[name] = size
     return limits
@@ -111,23 +107,23 @@ def phase_limits(lines: list[str]) -> dict[str, str]:
 def usable_path(base: Path, value: str) -> Path:
     """Return the path ``value``, below ``base`` if it is relative."""
     if not value:
-        raise ValueError(f"{_quoted(value)} is not a folder; write its path")
+        raise ValueError(f"{quoted(value)} is not a folder; write its path")
     try:
         (base / value).lstat()
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:  # too long, without permission, or with a NUL
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{_quoted(value)} cannot be used: {reason}; write another path") from None
+        raise ValueError(f"{quoted(value)} cannot be used: {reason}; write another path") from None
     return base / value
 
 
 def process_quota(value: str) -> Quota:
     """Return the quota: a size, a share or ``auto``."""
-    from pytest_gpumem.sizes import SizeError, parse_size
+    from pytest_gpumem.sizes import parse_size
 
     text = value.strip()
-    with suppress(SizeError, ValueError):
+    with suppress(ValueError):
         if text == "auto":
             return Quota(auto=True)
         if text.endswith("%"):
@@ -137,7 +133,7 @@ def process_quota(value: str) -> Quota:
         elif (size := parse_size(value)) > 0:
             return Quota(bytes=size)
     raise ValueError(
-        f"{_quoted(value)} is not a quota; write a size like 8GiB, a share like 25% or auto"
+        f"{quoted(value)} is not a quota; write a size like 8GiB, a share like 25% or auto"
     )
 
 
@@ -146,7 +142,7 @@ def shard_part(value: str) -> tuple[int, int]:
     numbers = re.fullmatch(r"\s*([0-9]{1,6})/([0-9]{1,6})\s*", value)
     shard = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if not 1 <= shard[0] <= shard[1]:
-        raise ValueError(f"{_quoted(value)} is not a shard; write K/N with K from 1 to N, like 2/4")
+        raise ValueError(f"{quoted(value)} is not a shard; write K/N with K from 1 to N, like 2/4")
     return shard
 
 
@@ -155,7 +151,7 @@ def one_of(*choices: Any) -> Callable[[str], Any]:
 
     def parse(value: str) -> str:
         if value not in choices:
-            raise ValueError(f"{_quoted(value)} is not accepted; write {' or '.join(choices)}")
+            raise ValueError(f"{quoted(value)} is not accepted; write {' or '.join(choices)}")
         return value
 
     return parse
@@ -166,7 +162,7 @@ def row_count(value: str) -> int:
     if value.strip() == "all":
         return 10**9
     if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
-        raise ValueError(f"{_quoted(value)} is not a number of rows; write one like 50, or all")
+        raise ValueError(f"{quoted(value)} is not a number of rows; write one like 50, or all")
     return int(value)
 
 
@@ -177,7 +173,7 @@ def seconds(value: str) -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise ValueError(f"{_quoted(value)} is not a time; write seconds like 30 or 0.5, or inf")
+        raise ValueError(f"{quoted(value)} is not a time; write seconds like 30 or 0.5, or inf")
     return seconds
 
 
@@ -194,8 +190,8 @@ def device_choice(value: str) -> DeviceChoice:
             try:
                 return DeviceChoice(kind, models=gpu_models(models))
             except ValueError as error:
-                raise ValueError(f"{_quoted(value)}: {error}") from None
-    raise ValueError(f"{_quoted(value)} is not a device; write {DEVICE_FORMS}")
+                raise ValueError(f"{quoted(value)}: {error}") from None
+    raise ValueError(f"{quoted(value)} is not a device; write {DEVICE_FORMS}")
 
 
 def report_target(value: str, folder: Path) -> ReportTarget | None:
@@ -207,7 +203,7 @@ def report_target(value: str, folder: Path) -> ReportTarget | None:
         return ReportTarget(kind, usable_path(folder, path))
     if REPORT_KINDS.get(kind) is False and not separator:
         return ReportTarget(kind, None)
-    raise ValueError(f"{_quoted(value)} is not a report; {REPORT_FORMS} is accepted, or off")
+    raise ValueError(f"{quoted(value)} is not a report; {REPORT_FORMS} is accepted, or off")
 
 
 def reports_of_the_ci(asked: Sequence[ReportTarget]) -> tuple[ReportTarget, ...]:

@@ -14,6 +14,7 @@ import pytest
 from pytest_gpumem import option_values as accepted
 from pytest_gpumem.device.host_gpus import resolved
 from pytest_gpumem.option_values import DEVICE_FORMS, REPORT_FORMS, as_marker, one_of
+from pytest_gpumem.quoting import printable, quoted
 
 if TYPE_CHECKING:
     from pytest_gpumem.option_values import DeviceChoice, Quota, ReportTarget
@@ -278,8 +279,6 @@ def _check_names(config: pytest.Config, known: Collection[str]) -> None:
         if name.startswith(_PREFIX) and name not in known:
             from difflib import get_close_matches
 
-            from pytest_gpumem.quoting import quoted
-
             # Without the common prefix, which makes all names similar.
             words = [word.removeprefix(_PREFIX) for word in known]
             close = get_close_matches(name.removeprefix(_PREFIX), words, n=1)
@@ -370,6 +369,4 @@ def _parsed(label: str, value: Any, parse: Callable[[Any], T]) -> T:
     try:
         return parse(value)
     except ValueError as error:
-        from pytest_gpumem.quoting import printable
-
         raise pytest.UsageError(printable(f"{label}={error}")) from None

@@ -23,12 +23,8 @@ def from_here(path: Path) -> Path:
     return path
 
 
-class GitError(ValueError):
-    """An error of git; the message is one sentence for the user."""
-
-
 def git(folder: Path, *arguments: str) -> bytes:
-    """Return git's output in ``folder``; raises :class:`GitError` with its message."""
+    """Return git's output in ``folder``; raises ``ValueError`` with its message."""
     # If a git hook runs this, these variables name the hook's repository.
     environment = {name: value for name, value in os.environ.items() if name not in _OF_HOOKS}
     try:
@@ -39,15 +35,15 @@ def git(folder: Path, *arguments: str) -> bytes:
             env={**environment, "LC_ALL": "C"},
         )
     except FileNotFoundError:
-        raise GitError("git is not installed, and what was committed is read by it") from None
+        raise ValueError("git is not installed, and what was committed is read by it") from None
     if ran.returncode:
         lines = ran.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
-        raise GitError(f"git: {lines[0].removeprefix('fatal: ')}")
+        raise ValueError(f"git: {lines[0].removeprefix('fatal: ')}")
     return ran.stdout
 
 
 def toplevel(folder: Path) -> Path:
-    """Return the root of the work tree that ``folder`` is in; raises :class:`GitError` outside."""
+    """Return the root of the work tree that ``folder`` is in; raises ``ValueError`` outside."""
     return Path(git(folder, "rev-parse", "--show-toplevel").decode().removesuffix("\n"))
 
 

@@ -229,8 +229,7 @@ def pytest_runtest_makereport(
         unmeasured = lifecycle is None or lifecycle.current is None
         skip_unsimulated(item, report, call.excinfo.value, unmeasured=unmeasured)
         leave_the_sentence(item, report, call.excinfo.value)
-        collection.note_failure(session, item, report)
-    collection.note_skip(session, item, report)
+    collection.note_test(session, item, report)
     if lifecycle is not None:
         lifecycle.complete(item, report, raised=call.excinfo is not None)
     return report

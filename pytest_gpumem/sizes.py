@@ -52,10 +52,6 @@ _SIZE = rf"\s*{_NUMBER}\s*([A-Za-z]*)\s*"
 _PERCENT = rf"\s*{_NUMBER}\s*%\s*"
 
 
-class SizeError(ValueError):
-    """A size or tolerance that cannot be read; the message is one sentence for the user."""
-
-
 class Size(int):
     """A number of bytes with the text that it was written as."""
 
@@ -98,7 +94,7 @@ def parse_size(value: int | str) -> int:
     """Return the bytes of ``value``, fractions of a byte rounded down.
 
     Units are read in any case, with or without a space before them; a bare number is bytes. Raises
-    :class:`SizeError` for anything else: negative numbers, bools, floats, other units.
+    ``ValueError`` for anything else: negative numbers, bools, floats, other units.
     """
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST:
         return int(value)
@@ -107,7 +103,7 @@ def parse_size(value: int | str) -> int:
         if (factor := _UNITS.get(unit.lower())) is not None:
             scale: int = 10 ** len(fraction)
             return int(whole + fraction) * factor // scale
-    raise SizeError(f"{quoted(value)} is not a size; write {SIZE_FORM}")
+    raise ValueError(f"{quoted(value)} is not a size; write {SIZE_FORM}")
 
 
 _READ = (("KiB", 1), ("MiB", 1), ("GiB", 2), ("TiB", 2))
@@ -163,7 +159,7 @@ def exactly(text: str, n: int) -> str:
 class Tolerance:
     """The tolerance above a reference: ``percent`` of it plus ``floor`` bytes.
 
-    Raises :class:`SizeError` when a part is negative or not a finite number.
+    Raises ``ValueError`` when a part is negative or not a finite number.
     """
 
     percent: float
@@ -171,7 +167,7 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.percent) or self.percent < 0 or self.floor < 0:
-            raise SizeError(
+            raise ValueError(
                 f"{self.percent!r} % + {self.floor!r} B is not a tolerance; write {TOLERANCE_FORM}"
             )
 
@@ -207,9 +203,9 @@ class Tolerance:
 def parse_tolerance(value: int | str) -> Tolerance:
     """Return the tolerance of the text ``value``: ``"2% + 1MiB"``, ``"1%"``, ``"1MiB"``, ``0``.
 
-    Raises :class:`SizeError` for anything else.
+    Raises ``ValueError`` for anything else.
     """
-    with suppress(SizeError):
+    with suppress(ValueError):
         if not isinstance(value, str):
             return Tolerance(0.0, parse_size(value))
         parts = value.split("+")
@@ -218,4 +214,4 @@ def parse_tolerance(value: int | str) -> Tolerance:
         if len(percents) <= 1 and len(sizes) <= 1:
             percent = float(".".join(percents[0].groups(default="0"))) if percents else 0.0
             return Tolerance(percent, parse_size(sizes[0]) if sizes else 0)
-    raise SizeError(f"{quoted(value)} is not a tolerance; write {TOLERANCE_FORM}")
+    raise ValueError(f"{quoted(value)} is not a tolerance; write {TOLERANCE_FORM}")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from pytest_gpumem import garbage
-from pytest_gpumem.garbage import FramesCleared, LeftoverFrames
+from pytest_gpumem.garbage import FramesCleared
 
 
 class Anything:
@@ -103,7 +103,7 @@ class Between:
     """Calls ``begin`` and ``end`` as a context manager of another package does."""
 
     def __init__(self) -> None:
-        self.frames = LeftoverFrames()
+        self.frames = FramesCleared()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ def test_begin_and_end_called_below_a_function_clear_its_frames(
 
 
 def test_an_end_without_a_beginning_clears_nothing() -> None:
-    frames = LeftoverFrames()
+    frames = FramesCleared()
     frames.begin()
     frames.end()
     frames.end()

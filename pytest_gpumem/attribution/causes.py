@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
@@ -35,9 +36,9 @@ from pytest_gpumem.attribution.program_causes import (
     PROGRAM_CAUSES,
     Evidence,
     carried_sentence,
-    larger_variables,
     steady_step,
     unfused_sentence,
+    variables,
 )
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import listed
@@ -217,7 +218,7 @@ def _largest_change(growth: Growth) -> Evidence:
 DETECTORS: tuple[Callable[[Growth], Evidence], ...] = (
     *PROGRAM_CAUSES,
     *(_inputs, _changed_dtype, _parameters_dtype, _larger_model),
-    *(larger_variables, _largest_change),
+    *(partial(variables, known=True), _largest_change),
 )
 """The detectors in order: differences in the program's calls, then in its tensors. Of the latter,
 detectors whose evidence is one tensor come before those that count all growth."""

@@ -110,7 +110,7 @@ def _zeroed_gradients(growth: Growth) -> Evidence:
         yield _gained(growth, GRADIENTS, filled, "are there during the next forward")
 
 
-def _variables(growth: Growth, known: bool) -> Evidence:
+def variables(growth: Growth, *, known: bool) -> Evidence:
     """Detect variables that hold memory of earlier steps; ``known``: those that did before, too."""
     if not growth.compares_facts:
         return
@@ -137,15 +137,10 @@ def _variables(growth: Growth, known: bool) -> Evidence:
             yield until_the_end, sentence
 
 
-def larger_variables(growth: Growth) -> Evidence:
-    """Detect variables that hold more memory of earlier steps than they did before."""
-    yield from _variables(growth, known=True)
-
-
 def _carried(growth: Growth) -> Evidence:
     if not growth.compares_facts:
         return
-    yield from _variables(growth, known=False)
+    yield from variables(growth, known=False)
     facts = growth.facts("carried")
     # Memory of each step that no variable holds, but for example the consumer of a generator.
     amounts = facts[0].get("bytes", ())

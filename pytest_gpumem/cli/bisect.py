@@ -19,10 +19,10 @@ from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, Argument, Command, parsed
 from pytest_gpumem.option_values import DEFAULT_GPU
-from pytest_gpumem.paths import GitError, git, toplevel
+from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.prediction.process import last_words
 from pytest_gpumem.quoting import MOST, printable, quoted
-from pytest_gpumem.report.json_report import ReportError, read_report
+from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.sizes import Tolerance, format_exact, format_size, parse_tolerance
 from pytest_gpumem.text import counted
 from pytest_gpumem.values.measurement import Measurement
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _commit(top: Path, revision: str) -> str:
     try:
         named = git(top, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
-    except GitError:
+    except ValueError:
         raise ValueError(f"{quoted(revision)} is no commit of this repository") from None
     return named.decode().strip()
 
@@ -188,7 +188,7 @@ def measured_at(
     )
     try:
         records = read_report(report)
-    except ReportError:
+    except ValueError:
         raise UnmeasuredError(printable(last_words(ran), MOST)) from None
     measured = [record for record in records if record.measurement is not None]
     if len(measured) > 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.command import Answer, Argument, table, terminal_width
-from pytest_gpumem.cli.target import CUDA, Function, TargetError, find_target, refusing
+from pytest_gpumem.cli.target import CUDA, Function, find_target, refusing
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.text import wrap
@@ -42,7 +42,7 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
         for name in arguments.function
     ]
     if gpu == CUDA and not torch.cuda.is_available():
-        raise TargetError("torch sees no CUDA device; name a model to be simulated")
+        raise ValueError("torch sees no CUDA device; name a model to be simulated")
     with refusing(text, SimulationError, ValueError):
         found = lines_of(target, [_undecorated(text, target), *followed], gpu)
     machine = several_here() if gpu == CUDA else gpu
@@ -59,7 +59,7 @@ def _function(text: str, gpu: str, wrong: str, *, takes_arguments: bool = False)
     with nullcontext() if gpu == CUDA else simulate(gpu):  # the module's import finds a GPU
         target = find_target(text, takes_arguments=takes_arguments)
     if isinstance(target, str):
-        raise TargetError(f"{text}: {wrong}; write path.py:function")
+        raise ValueError(f"{text}: {wrong}; write path.py:function")
     return target
 
 
@@ -68,7 +68,7 @@ def _undecorated(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     if not hasattr(function, "__code__"):
-        raise TargetError(f"{text}: {type(function).__name__} has no lines; name a function")
+        raise ValueError(f"{text}: {type(function).__name__} has no lines; name a function")
     return function
 
 

@@ -29,14 +29,12 @@ from pytest_gpumem.cli.target import (
     DRY,
     SIM,
     DeviceOption,
-    TargetError,
     answer_on_dry,
     checked_nodeid,
     find_target,
     refusing,
     run_on_dry,
 )
-from pytest_gpumem.device import DeviceError
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.quoting import quoted
@@ -143,13 +141,10 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
 def _measured_here(text: str) -> Prediction:
     from pytest_gpumem.prediction.function import MEASURED, device_here, predict
 
-    try:
-        device_here()
-    except DeviceError as error:
-        raise TargetError(str(error)) from error
+    device_here()  # raises a ``ValueError`` where there is none
     target = find_target(text)
     if isinstance(target, str):
-        raise TargetError(f"{text} is a test: run pytest to measure it on this machine's device")
+        raise ValueError(f"{text} is a test: run pytest to measure it on this machine's device")
     with refusing(text, SimulationError):
         return predict(target, MEASURED, name=text)
 
@@ -167,7 +162,7 @@ def _simulated(
         target = find_target(text)
     if isinstance(target, str):
         if arguments.ranks:
-            raise TargetError(
+            raise ValueError(
                 f"{text} is a test, which says in its marker how many ranks there are: leave "
                 "--ranks out, or give a function"
             )

@@ -26,22 +26,18 @@ from pytest_gpumem.simulated.gpu.catalogue import find_machine
 FORMS = "write module:function, path.py:function or path.py::test"
 
 
-class TargetError(ValueError):
-    """A target that cannot be run; the message is one sentence for the user."""
-
-
 @contextmanager
 def refusing(text: str, *known: type[BaseException]) -> Iterator[None]:
-    """Raise :class:`TargetError` for an error of the target ``text``, which runs inside.
+    """Raise ``ValueError`` for an error of the target ``text``, which runs inside.
 
     Errors of the ``known`` classes are sentences for the user; others are shown with their class.
     """
     try:
         yield
     except known as error:
-        raise TargetError(f"{text}: {error}") from error
+        raise ValueError(f"{text}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
+        raise ValueError(f"{text} raised {type(error).__name__}: {error}") from error
 
 
 _DEFERRED: Mapping[str, Callable[[object], bool]] = {
@@ -57,33 +53,33 @@ Function = Callable[[], Any]
 def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
     """Return the target that ``text`` names; a file or module is imported for it.
 
-    Raises :class:`TargetError` if it does not exist, or if the function needs arguments and
+    Raises ``ValueError`` if it does not exist, or if the function needs arguments and
     ``takes_arguments`` is not set.
     """
     if "::" in text:
         return checked_nodeid(text)
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
-        raise TargetError(f"{quoted(text)} is not a target; {FORMS}")
+        raise ValueError(f"{quoted(text)} is not a target; {FORMS}")
     module = _module(text, place)
     try:
         function: Function = attrgetter(name)(module)
     except AttributeError:
-        raise TargetError(f"{text}: {module.__name__} has no {name}") from None
+        raise ValueError(f"{text}: {module.__name__} has no {name}") from None
     if not callable(function):
-        raise TargetError(f"{text}: {name} is {type(function).__name__}, not a function")
+        raise ValueError(f"{text}: {name} is {type(function).__name__}, not a function")
     if takes_arguments:
         return function
     for kind, is_of in _DEFERRED.items():
         if is_of(function):
-            raise TargetError(
+            raise ValueError(
                 f"{text}: {name}() is {kind}, of which a call runs nothing; name a function that "
                 "runs it to its end"
             )
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise TargetError(
+        raise ValueError(
             f"{text}: {name}() cannot be called without arguments ({error}); name a function that "
             "makes what it needs itself"
         ) from error
@@ -93,12 +89,12 @@ def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
 
 
 def checked_nodeid(text: str) -> str:
-    """Return the node id ``text``; raises :class:`TargetError` where its file does not exist."""
+    """Return the node id ``text``; raises ``ValueError`` where its file does not exist."""
     path = text.partition("::")[0]
     if not path:
-        raise TargetError(f"{quoted(text)} is not a target; {FORMS}")
+        raise ValueError(f"{quoted(text)} is not a target; {FORMS}")
     if not Path(path).is_file():
-        raise TargetError(f"{text}: there is no file {path}")
+        raise ValueError(f"{text}: there is no file {path}")
     return text
 
 
@@ -111,7 +107,7 @@ def _module(text: str, place: str) -> ModuleType:
         if loaded and file is not None and Path(file).resolve() == path.resolve():
             return loaded
         if not path.is_file():
-            raise TargetError(f"{text}: there is no file {place}")
+            raise ValueError(f"{text}: there is no file {place}")
     # As python does for a script, and for -m.
     folder = str(path.resolve().parent if is_path else Path.cwd())
     if folder not in sys.path:
@@ -128,7 +124,7 @@ def _module(text: str, place: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit() or pytest.skip() in a module is no Exception
-        raise TargetError(
+        raise ValueError(
             f"{text}: importing {place} raised {type(error).__name__}: {error}"
         ) from error
 

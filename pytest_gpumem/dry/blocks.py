@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.dry.load import function
 from pytest_gpumem.measurement.contents import storage_address
 from pytest_gpumem.measurement.leaks import part_of
 from pytest_gpumem.measurement.leftover import LeftoverSpace
@@ -37,12 +38,9 @@ class Blocks:
     """The runtime's record of blocks (``source/allocations.c``)."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(None)
-        self._collect = library.pytest_gpumem_dry_collect
-        self._handed_out = library.pytest_gpumem_dry_handed_out
-        self._handed_out.restype = ctypes.c_uint64
-        self._number = library.pytest_gpumem_dry_number
-        self._number.argtypes, self._number.restype = [ctypes.c_void_p], ctypes.c_uint64
+        self._collect = function("collect")
+        self._handed_out = function("handed_out", gives=ctypes.c_uint64)
+        self._number = function("number", ctypes.c_void_p, gives=ctypes.c_uint64)
         self._function: Any = None
 
     @property
@@ -207,4 +205,4 @@ def restart_numbering() -> None:
     """Number the autograd nodes of every thread from zero, as in a new process
     (``source/numbers.c``)."""
     _make_empty_graphs()
-    ctypes.CDLL(None).pytest_gpumem_dry_number_anew()
+    function("number_anew")()

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from pytest_gpumem.dry.build import RUNTIME, DryError, built_for_installed
 from pytest_gpumem.simulated.gpu import catalogue
@@ -35,7 +36,7 @@ BY_PYTEST = "PYTEST_GPUMEM_DRY_BY_PYTEST"
 """The variable that marks processes in which pytest has loaded the GPUs for marked tests."""
 _PRELOAD, _FOLDERS = "LD_PRELOAD", "LD_LIBRARY_PATH"
 
-_BEGIN = "pytest_gpumem_dry_begin"
+_BEGIN = "begin"
 """The function of ``source/memory.c`` by which the runtime is identified."""
 
 _kept: list[ctypes.CDLL] = []
@@ -60,7 +61,14 @@ def load(names: str) -> None:
 
 def is_loaded() -> bool:
     """Return whether this process has the dry runtime, by :func:`load` or ``LD_PRELOAD``."""
-    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), _BEGIN)
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), f"pytest_gpumem_dry_{_BEGIN}")
+
+
+def function(name: str, *arguments: Any, gives: Any = ctypes.c_int) -> Any:
+    """Return the runtime's function ``name`` with the C types of its ``arguments`` and result."""
+    found = getattr(ctypes.CDLL(None), f"pytest_gpumem_dry_{name}")
+    found.argtypes, found.restype = arguments or None, gives
+    return found
 
 
 @contextmanager
@@ -99,7 +107,7 @@ def is_launched() -> bool:
 
 def restart_placing() -> None:
     """Place later segments of every GPU as in a new process, below existing ones."""
-    getattr(ctypes.CDLL(None), _BEGIN)()
+    function(_BEGIN)()
 
 
 @cache

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.dry.blocks import BlockNumbers, Blocks, LeftoverBlocks
+from pytest_gpumem.dry.load import function
 from pytest_gpumem.measurement.fixtures import Renewed
 from pytest_gpumem.measurement.statistics import Bytes
 
@@ -198,11 +199,8 @@ class _Log:
     """The runtime's log of blocks (``source/allocations.c``)."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(None)
-        self._log = library.pytest_gpumem_dry_log
-        self._logged = library.pytest_gpumem_dry_logged
-        self._logged.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self._logged.restype = ctypes.c_size_t
+        self._log = function("log")
+        self._logged = function("logged", ctypes.c_void_p, ctypes.c_size_t, gives=ctypes.c_size_t)
         self._nested: list[list[BlockNumbers]] = []
 
     @contextmanager
@@ -252,9 +250,8 @@ class _Moved:
         self._storage = tensor.untyped_storage()
         self.before = start = self._storage.data_ptr()
         self._size = self._storage.nbytes()
-        written = ctypes.CDLL(None).pytest_gpumem_dry_written
-        written.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
-        written.restype = ctypes.c_size_t
+        place = ctypes.c_void_p, ctypes.c_size_t
+        written = function("written", *place, *place, gives=ctypes.c_size_t)
         count = written(start, self._size, None, 0)
         parts = (ctypes.c_int64 * (2 * count))()
         written(start, self._size, parts, count)
@@ -269,8 +266,7 @@ class _Moved:
         """Allocate memory again, and write the values to it; return its address."""
         self._storage.resize_(self._size)
         start = self._storage.data_ptr()
-        know = ctypes.CDLL(None).pytest_gpumem_dry_know
-        know.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        know = function("know", ctypes.c_void_p, ctypes.c_size_t)
         for offset, values in self._values.items():
             ctypes.memmove(start + offset, values, len(values))
             know(start + offset, len(values))

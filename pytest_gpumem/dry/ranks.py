@@ -127,7 +127,10 @@ class DryRankProcessGroups(process_groups.RankProcessGroups):
         time.sleep(_LONG_STEP)
         groups: list[Any] = list(c10d._world.pg_map)
         for group in groups:
-            if "nccl" in dist.get_backend(group) and _collectives(group):
+            # A group with several backends does not count its collectives
+            # (``ProcessGroup::getSequenceNumberForGroup`` of ProcessGroup.hpp, 2.6).
+            of_gpus = group._get_backend(torch.device("cuda"))
+            if "nccl" in dist.get_backend(group) and of_gpus._get_sequence_number_for_group():
                 dist.all_reduce(torch.empty(0, device="cuda"), group=group)
 
     def close(self) -> None:
@@ -136,16 +139,6 @@ class DryRankProcessGroups(process_groups.RankProcessGroups):
             if dist.is_initialized():
                 dist.destroy_process_group()
         self._groups = Groups()
-
-
-def _collectives(group: Any) -> int:
-    """Return how many collectives NCCL has run in ``group``.
-
-    A group with several backends does not count them (``ProcessGroup::getSequenceNumberForGroup``
-    of torch/csrc/distributed/c10d/ProcessGroup.hpp, 2.6).
-    """
-    of_gpus = group._get_backend(torch.device("cuda"))
-    return int(of_gpus._get_sequence_number_for_group())
 
 
 def _rebuild_buckets(calls: Counter[int], rebuild: Any, reducer: Any) -> Any:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.dry.load import function
 from pytest_gpumem.simulated.operators import cudnn, cudnn_rnn, cusolver
 
 _CONVOLUTION, _RECURRENT, _PLACE, _ATTENTION, _SOLVER = 1, 2, 3, 4, 5
@@ -55,13 +56,13 @@ def begin_answering() -> None:
     """Answer the runtime's queries in this process from now on."""
     answer = _Answer(_answer)
     _kept.append(answer)
-    _runtime().pytest_gpumem_dry_answer_with(answer)
+    function("answer_with")(answer)
 
 
 def forget() -> None:
     """Clear the peaks, source lines and calls of earlier tests."""
-    _runtime().pytest_gpumem_dry_forget_estimates()
-    _runtime().pytest_gpumem_dry_forget_left_out()
+    function("forget_estimates")()
+    function("forget_left_out")()
 
 
 def renew_dropout_states() -> None:
@@ -73,18 +74,17 @@ def renew_dropout_states() -> None:
     """
     import torch
 
-    runtime = _runtime()
     for device, generator in enumerate(torch.cuda.default_generators):
-        if not runtime.pytest_gpumem_dry_has_dropout_state(device):
+        if not function("has_dropout_state")(device):
             continue
         state = generator.get_state()
         generator.set_state(state)  # counts as seeding
-        runtime.pytest_gpumem_dry_empty_dropout_states(1)
+        function("empty_dropout_states")(1)
         try:
             with torch.no_grad(), torch.cuda.device(device):
                 _run_layer()
         finally:
-            runtime.pytest_gpumem_dry_empty_dropout_states(0)
+            function("empty_dropout_states")(0)
             generator.set_state(state)
             torch.cuda.empty_cache()
 
@@ -100,24 +100,22 @@ def _run_layer() -> None:
 @contextmanager
 def unmeasured() -> Iterator[None]:
     """Exclude allocations inside from peaks."""
-    _runtime().pytest_gpumem_dry_pause_estimates(1)
+    function("pause_estimates")(1)
     try:
         yield
     finally:
-        _runtime().pytest_gpumem_dry_pause_estimates(0)
+        function("pause_estimates")(0)
 
 
 def events_hash(device: int) -> int:
     """Return a hash of the allocator's events on GPU ``device`` in the present test."""
-    function = _runtime().pytest_gpumem_dry_events
-    function.restype = ctypes.c_uint64
-    return int(function(device))
+    return int(function("events", gives=ctypes.c_uint64)(device))
 
 
 def notes(device: int) -> tuple[str, ...]:
     """Return the remarks on the libraries of GPU ``device`` for readers of its numbers."""
     numbers = (ctypes.c_int64 * 4)()
-    _runtime().pytest_gpumem_dry_estimates(device, numbers)
+    function("estimates")(device, numbers)
     largest, in_peak, at_largest, at_peak = numbers
     calls = list(_left_out())
     if not (calls or largest):  # the rules of operators are slow to import
@@ -135,20 +133,15 @@ def notes(device: int) -> tuple[str, ...]:
 
 def _left_out() -> Iterator[tuple[str, str]]:
     """Yield the library and the function of each call whose workspace is not estimated."""
-    name_at = _runtime().pytest_gpumem_dry_left_out
-    name_at.restype = ctypes.c_char_p
+    name_at = function("left_out", gives=ctypes.c_char_p)
     index = 0
     while (name := name_at(index)) is not None:
-        function = name.decode()
-        prefix = next(prefix for prefix in _LIBRARIES if function.startswith(prefix))
+        called = name.decode()
+        prefix = next(prefix for prefix in _LIBRARIES if called.startswith(prefix))
         for ending in _ENDINGS:
-            function = function.removesuffix(ending)
-        yield _LIBRARIES[prefix], function
+            called = called.removesuffix(ending)
+        yield _LIBRARIES[prefix], called
         index += 1
-
-
-def _runtime() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 def _answer(question: int, numbers: _Pointer, count: int, answers: _Pointer) -> int:

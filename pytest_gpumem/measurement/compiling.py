@@ -19,7 +19,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from pytest_gpumem.garbage import LeftoverFrames
+from pytest_gpumem.garbage import FramesCleared
 from pytest_gpumem.measurement.phases import PhaseTracker
 from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 
@@ -50,7 +50,7 @@ class Compiling:
     def __init__(self, tracker: PhaseTracker, context: CompileContext | None = None) -> None:
         self._tracker = tracker
         self._compile_context = context
-        self._frames = LeftoverFrames()
+        self._frames = FramesCleared()
         self._open = ExitStack()
         self._is_open = False
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
+
+import torch
 
 from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.attribution.timeline import timeline_of
 from pytest_gpumem.garbage import collect_garbage, without_old_garbage
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
-from pytest_gpumem.measurement.captures import captures_ended
 from pytest_gpumem.measurement.compiling import CompileContext, Compiling
 from pytest_gpumem.measurement.composition import PeakRecorder, add_compositions, leaks
 from pytest_gpumem.measurement.facts import kept_by_libraries
@@ -25,6 +26,7 @@ from pytest_gpumem.measurement.statistics import (
     Reading,
     clear_workspaces,
 )
+from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.measurement import CALL, SETUP, Measurement, PhaseRecord
 
@@ -277,6 +279,46 @@ class Meter:
 
     def _stray_on(self, device: int) -> Bytes:
         return (self._stray or {}).get(device, Bytes())
+
+
+@contextmanager
+def captures_ended() -> Iterator[None]:
+    """End the captures of CUDA graphs that begin inside and are still open at the end.
+
+    CUDA allows no wait for a device until they end. Sources: cudaStreamEndCapture in the CUDA
+    Runtime API; torch/cuda/graphs.py, torch 2.6 to 2.15.
+    """
+    kind = torch.cuda.CUDAGraph
+    # capture_end() calls the first, since 2.15; a program may call it alone.
+    name = "capture_end_pre" if hasattr(kind, "capture_end_pre") else "capture_end"
+    under_way: dict[torch.cuda.CUDAGraph, torch.cuda.Stream] = {}
+    """The graphs with their streams; a graph that is dropped does not end its capture."""
+
+    def begin(original: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
+        original(graph, *args, **kwargs)
+        under_way[graph] = torch.cuda.current_stream()
+
+    def end(original: Callable[..., None], graph: Any) -> None:
+        try:
+            original(graph)
+        finally:
+            if graph in under_way:
+                with torch.cuda.stream(under_way[graph]):
+                    is_over = not torch.cuda.is_current_stream_capturing()
+                if is_over:
+                    del under_way[graph]
+
+    patches = Patches()
+    patches.wrap(kind, "capture_begin", begin)
+    patches.wrap(kind, name, end)
+    with patches.applied():
+        try:
+            yield
+        finally:
+            for graph, stream in reversed([*under_way.items()]):
+                # An invalidated capture raises its error, and ends; an empty one warns.
+                with suppress(RuntimeError, UserWarning), torch.cuda.stream(stream):
+                    graph.capture_end()
 
 
 def compiled_beside(nbytes: int) -> tuple[str, ...]:

@@ -157,40 +157,13 @@ def read_visible() -> list[NvmlReading] | NvmlAbsent:
     return _reading(lambda session: session.read_each(session.visible()))
 
 
-class NvmlMemory:
-    """A repeated reading of one device's memory; NVML stays initialised until it is closed.
+def stay_open() -> None:
+    """Keep NVML initialised in this process: it counts initialisations, and later ones are quick.
 
-    Raises :class:`LookupError`, with one clause, where NVML provides none.
+    Source: nvml.h, nvmlInit_v2.
     """
-
-    def __init__(self, uuid: str) -> None:
-        self._uuid = uuid
-        self._session: NvmlSession | None = None
-        self._handle: Any = None
-        self._process = 0
-
-    def read(self) -> tuple[int, dict[int, int | None]]:
-        """Return the bytes used by all processes, and by each process that NVML lists."""
-        session = self._opened()
-        try:
-            used = int(session.memory(self._handle).used)
-        except session.nvml.NVMLError as error:
-            raise LookupError(reason_of(error)) from error
-        return used, session.used_by_process(self._handle) or {}
-
-    def _opened(self) -> NvmlSession:
-        if self._session is None or self._process != os.getpid():
-            library = load_nvml()
-            if library is None:
-                raise LookupError(NOT_INSTALLED)
-            session = NvmlSession(library)
-            try:
-                library.nvmlInit()
-                self._handle = session.by_uuid(self._uuid)
-            except (library.NVMLError, NoDeviceError) as error:
-                raise LookupError(reason_of(error)) from error
-            self._session, self._process = session, os.getpid()
-        return self._session
+    if (library := load_nvml()) is not None:
+        library.nvmlInit()
 
 
 class _Reader(NvmlSession):

@@ -13,6 +13,7 @@ import torch
 
 from pytest_gpumem.measurement.statistics import unmeasured
 from pytest_gpumem.quoting import quoted
+from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulating import simulate
 from pytest_gpumem.sizes import format_size
 
@@ -291,11 +292,6 @@ def unfilled() -> Iterator[None]:
     from pytest_gpumem.simulated.simulation import active_simulation
 
     machine = active_simulation()
-    if machine is None or machine.values.everything:
+    computes = machine is None or machine.values.everything
+    with nullcontext() if computes else having(machine, "leaves_unfilled", True):
         yield
-        return
-    before, machine.leaves_unfilled = machine.leaves_unfilled, True
-    try:
-        yield
-    finally:
-        machine.leaves_unfilled = before

@@ -28,10 +28,6 @@ DEEPEST = 8
 """The levels of containers in which inputs and outputs are searched."""
 
 
-class NoModelError(ValueError):
-    """The target calls no module; the message is one sentence for the user."""
-
-
 @dataclass
 class CallMemory(Plain):
     """The memory of one call of a module, including modules inside it; sizes in bytes."""
@@ -80,7 +76,7 @@ def layers_of(
     last input may be a mapping of keywords. ``inputs`` are shapes and types, ``((8, 256),
     "int64")``, for a model returned without inputs.
     It runs on a simulated ``gpu``, or on the CUDA device for ``"cuda"``, once without gradients and
-    once with them. Raises :class:`NoModelError` if no model is found, or its inputs are missing.
+    once with them. Raises ``ValueError`` if no model is found, or its inputs are missing.
     """
     return on_device(gpu, "", lambda _: _analyzed(target, inputs))
 
@@ -93,7 +89,7 @@ def _analyzed(target: Callable[[], Any], inputs: Sequence[Input]) -> list[Layer]
         if not layers:
             _call(returned, inputs)
     if not layers:
-        raise NoModelError(
+        raise ValueError(
             "no model was called; let the function call one, or return it with its inputs"
         )
     return layers
@@ -109,7 +105,7 @@ def _call(returned: Any, given: Sequence[Input]) -> None:
             if not given:
                 inspect.signature(returned.forward).bind()
         except TypeError as error:
-            raise NoModelError(
+            raise ValueError(
                 f"the function returned a {type(returned).__name__} without its inputs ({error}); "
                 "give their shapes, like --input 1x3x224x224 or 8x256:int64, or return them "
                 "with it"

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.prediction.runners import PlanError, PlannedTest, Rental
+from pytest_gpumem.prediction.runners import PlannedTest, Rental
 from pytest_gpumem.sharing.learned import FILE_NAME, IN_SHARDS, Learned, read_learned
 from pytest_gpumem.sharing.weights import OF_PYTEST_SPLIT, read_weights
 from pytest_gpumem.sizes import format_size
@@ -64,7 +64,7 @@ def needs_of(
     else:
         tests, source = _run(given or ["."], runners, dry=dry)
     if not tests:
-        raise PlanError(f"{', '.join(given)} holds no measured test, so there is nothing to plan")
+        raise ValueError(f"{', '.join(given)} holds no measured test, so there is nothing to plan")
     environments = ", ".join(sorted({one.environment.key for one in measured}))
     timed, durations_from = _timed(tests, runners, measured, durations)
     sources = f"needs: {source} {environments}".rstrip(), durations_from
@@ -129,14 +129,14 @@ def _run(
     if find_spec("torch") is None:  # else a process would start only to report that
         raise ModuleNotFoundError("torch is not installed", name="torch")
 
-    from pytest_gpumem.prediction.process import PredictionError, Request, run_tests
+    from pytest_gpumem.prediction.process import Request, run_tests
     from pytest_gpumem.simulated.gpu.catalogue import Machine
 
     try:
         machines = tuple(Machine(one.model, 1) for one in runners)
         answers = run_tests(Request(tuple(given), machines, unbounded=True, dry=dry))
     except ValueError as error:
-        raise PredictionError(f"{' '.join(given)} was not run: {error}") from error
+        raise ValueError(f"{' '.join(given)} was not run: {error}") from error
     by_test: dict[str, list[MachineResult]] = defaultdict(list)
     for answer in answers:
         by_test[answer.nodeid].append(answer)

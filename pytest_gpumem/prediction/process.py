@@ -71,10 +71,6 @@ INI = (
 EAGER, COMPILED = "eager", "compiled"
 
 
-class PredictionError(ValueError):
-    """A program that cannot be predicted; the message is one sentence for the user."""
-
-
 @dataclass(frozen=True)
 class Mode(Plain):
     """A way to run a program."""
@@ -136,7 +132,7 @@ def run_tests(
 ) -> list[MachineResult]:
     """Run the tests on each of the machines; the caller's process is not changed.
 
-    ``arguments`` are those of the calling pytest in ``folder``. Raises :class:`PredictionError` if
+    ``arguments`` are those of the calling pytest in ``folder``. Raises ``ValueError`` if
     pytest ends before it runs tests.
     """
     if not request.dry:
@@ -186,11 +182,11 @@ def _results(
                 timeout=None if seconds is None else 2 * seconds,
             )
         except subprocess.TimeoutExpired as error:
-            raise PredictionError(f"it takes longer than {2 * (seconds or 0):.0f} s") from error
+            raise ValueError(f"it takes longer than {2 * (seconds or 0):.0f} s") from error
         answer = own / ANSWER
         found = json.loads(answer.read_bytes()) if answer.is_file() else []
     if not found:
-        raise PredictionError(last_words(ran))
+        raise ValueError(last_words(ran))
     return [MachineResult.from_dict(answer) for answer in found]
 
 
@@ -213,26 +209,24 @@ def predict_test(
 
     A ``mode`` is added to the result, with the live blocks at the peaks. Limits, baselines and the
     model in the test's marker are ignored. Raises ``ValueError`` for a model that is not in the
-    catalogue, :class:`PredictionError` if ``nodeid`` is not one test, or does not run there.
+    catalogue, ``ValueError`` if ``nodeid`` is not one test, or does not run there.
     """
     machines = {machine.name: machine for machine in map(find_machine, gpus)}
     request = Request((nodeid,), tuple(machines.values()), unbounded=True, mode=mode, dry=dry)
     try:
         answers = run_tests(request)
     except ValueError as error:
-        raise PredictionError(f"{nodeid} was not run: {error}") from error
+        raise ValueError(f"{nodeid} was not run: {error}") from error
     tests = {answer.nodeid for answer in answers}
     if len(tests) > 1:
-        raise PredictionError(
-            f"{nodeid} names {len(tests)} tests; give one of them, like {min(tests)}"
-        )
+        raise ValueError(f"{nodeid} names {len(tests)} tests; give one of them, like {min(tests)}")
     predictions = []
     for answer in answers:
         gpu, total = answer.gpu, machines[answer.gpu].model.total_memory
         measured = answer.record.measurements if answer.measured and answer.record else ()
         if not measured:
             why = answer.problem or "it allocates nothing on the device"
-            raise PredictionError(f"{answer.nodeid} cannot be predicted for {gpu}: {why}")
+            raise ValueError(f"{answer.nodeid} cannot be predicted for {gpu}: {why}")
         fits, code = answer.fits, mode.code
         predictions.append(Prediction.of(measured, gpu, total, fits=fits, code=code))
     return predictions

@@ -24,10 +24,6 @@ MOST_RUNNERS = 8
 HOUR = 3600.0
 
 
-class PlanError(ValueError):
-    """A plan that cannot be made; the message is one sentence for the user."""
-
-
 @dataclass(frozen=True)
 class Rental:
     """A kind of machine that is available."""
@@ -141,7 +137,7 @@ def parse_runner(text: str) -> Rental:
     """Return the runner of ``"T4:0.35"``; raises ``ValueError`` for an unknown model or price."""
     name, colon, price = text.rpartition(":")
     if not colon or not re.fullmatch(r"\s*[0-9]{1,9}(\.[0-9]{1,9})?\s*", price):
-        raise PlanError(
+        raise ValueError(
             f"--runner {quoted(text)} is not a GPU model and the price of an hour, like T4:0.35"
         )
     return Rental(find_gpu(name), float(price))
@@ -158,7 +154,7 @@ def make_plan(
 
     Each machine takes ``startup`` seconds before its first test and then runs its tests one by one.
     A test of unknown duration counts with the mean of the known ones; a test of unknown memory goes
-    to the runner with most memory. Raises :class:`PlanError` if no plan keeps ``limit``, or no
+    to the runner with most memory. Raises ``ValueError`` if no plan keeps ``limit``, or no
     duration is known.
     """
     _check(tests, runners, limit, startup)
@@ -192,18 +188,18 @@ def _check(
 ) -> None:
     names = [runner.name for runner in runners]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise PlanError(f"--runner {twice[0]} is given twice; give each model once")
+        raise ValueError(f"--runner {twice[0]} is given twice; give each model once")
     if len(runners) > MOST_RUNNERS:
-        raise PlanError(f"{len(runners)} runners are given; {MOST_RUNNERS} at most can be weighed")
+        raise ValueError(f"{len(runners)} runners are given; {MOST_RUNNERS} at most can be weighed")
     if limit is None:
         return
     if limit <= startup:
-        raise PlanError(
+        raise ValueError(
             f"machines that take {startup / 60:g} minutes to start are not done in {limit / 60:g}; "
             "give --minutes more than --startup"
         )
     if not any(test.seconds for test in tests):
-        raise PlanError(
+        raise ValueError(
             "no test's duration is known, so the number of machines for --minutes is unknown; "
             "give a report, or --durations FILE"
         )

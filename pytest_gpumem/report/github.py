@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pytest_gpumem.baseline.verdict import main_verdict
-from pytest_gpumem.paths import GitError, git, toplevel
+from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.quoting import MOST, printable, shortened
-from pytest_gpumem.report.json_report import ReportError
 from pytest_gpumem.report.markdown import MOST_NAME, document, failure_lines, is_failure
 from pytest_gpumem.report.record import ReportedRun, TestRecord
 
@@ -48,7 +47,7 @@ def workflow_command(name: str, message: str, **properties: str | int) -> str:
 def write_summary(run: ReportedRun) -> None:
     """Append the Markdown of the run to the summary of the step, where there is one.
 
-    Raises :class:`ReportError` where it cannot be written.
+    Raises ``ValueError`` where it cannot be written.
     """
     path = os.getenv("GITHUB_STEP_SUMMARY")
     if not path:
@@ -59,7 +58,7 @@ def write_summary(run: ReportedRun) -> None:
             summary.write(f"{text}\n")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ReportError(
+        raise ValueError(
             f"GITHUB_STEP_SUMMARY {printable(path, MOST)} cannot be written: {reason}; give "
             "--gpumem-report off where no report of GitHub's is wanted"
         ) from error
@@ -145,7 +144,7 @@ def changed_lines(root: Path) -> Changed | None:
         top = toplevel(root)
         # From the merge base: later commits of the base branch are no changes of this branch.
         diff = git(root, "diff", "--unified=0", "--no-color", f"origin/{base}...HEAD")
-    except GitError:
+    except ValueError:
         return None
     changed: defaultdict[str, set[int]] = defaultdict(set)
     path = ""

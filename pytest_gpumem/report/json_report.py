@@ -18,10 +18,6 @@ from pytest_gpumem.report.record import TestRecord
 SCHEMA_VERSION = 1
 
 
-class ReportError(ValueError):
-    """A report that cannot be written or read; the message is one sentence for the user."""
-
-
 def report_of(
     records: Iterable[TestRecord], usage: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
@@ -52,7 +48,7 @@ def write_report(
     with paused():
         report = report_of(records, usage)
         if problem := schema_problem(__package__, report):
-            raise ReportError(f"report {path} was not written: {problem}")
+            raise ValueError(f"report {path} was not written: {problem}")
         content = _text(report).encode("ascii")
     return write_file(path, content, "--gpumem-report json:PATH")
 
@@ -73,7 +69,7 @@ def _text(report: Mapping[str, Any]) -> str:
 def write_file(path: Path, content: bytes, asked_by: str) -> Path:
     """Write a report's ``content`` to ``path`` atomically; return the file written.
 
-    Missing folders are created, symbolic links followed. Raises :class:`ReportError`, which tells
+    Missing folders are created, symbolic links followed. Raises ``ValueError``, which tells
     the user to change the option ``asked_by``, if the file cannot be written.
     """
     try:
@@ -87,7 +83,7 @@ def write_file(path: Path, content: bytes, asked_by: str) -> Path:
             replace_file(target, content)
     except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
         reason = getattr(error, "strerror", None) or error
-        raise ReportError(
+        raise ValueError(
             f"report {printable(str(from_here(path)), MOST)} cannot be written: {reason}; "
             f"give {asked_by} a file that can be written"
         ) from error
@@ -95,7 +91,7 @@ def write_file(path: Path, content: bytes, asked_by: str) -> Path:
 
 
 def read_report(path: Path) -> list[TestRecord]:
-    """Return the tests of the report ``path``; raises :class:`ReportError` where it is none."""
+    """Return the tests of the report ``path``; raises ``ValueError`` where it is none."""
     with paused():
         data = _read(path)
         common = {"environment": data["environment"]}
@@ -112,13 +108,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return document(path.read_bytes(), __package__, SCHEMA_VERSION)
     except OSError as error:
-        raise ReportError(
+        raise ValueError(
             f"report {path} cannot be read: {error.strerror or error}; check the path"
         ) from error
     except NewerError as error:
-        raise ReportError(f"report {path} {error}") from error
+        raise ValueError(f"report {path} {error}") from error
     except ValueError as error:  # a path with a NUL is one, too
-        raise ReportError(
+        raise ValueError(
             f"report {path} is not one of pytest-gpumem: {error}; write it with "
             "--gpumem-report json:PATH"
         ) from error

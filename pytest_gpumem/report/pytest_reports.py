@@ -106,13 +106,6 @@ def skip_unsimulated(
         setattr(report, UNDESCRIBED, error.kernel)
 
 
-def of_builtin_types(properties: list[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Return ``properties`` in types that pytest-xdist can send: other numbers become floats."""
-    return [
-        (name, float(value) if isinstance(value, float) else value) for name, value in properties
-    ]
-
-
 def with_outcome(record: TestRecord, report: pytest.TestReport) -> TestRecord | None:
     """Return ``record`` with pytest's outcome, ``None`` where the test was skipped."""
     expected_failure = hasattr(report, "wasxfail")

@@ -60,26 +60,15 @@ def note_module(parts: Parts, collector: pytest.Collector, report: pytest.Collec
         parts.results.skipped_modules.add(report.nodeid)
 
 
-def note_skip(parts: Parts, item: pytest.Item, report: pytest.TestReport) -> None:
-    """Record a marked test that a condition skipped when its module was imported."""
-    if (
-        report.skipped
-        and report.when != "teardown"
-        and _imports_without_gpu(parts)
-        and (parts.settings.all or item.get_closest_marker(MARKER_NAME))
-        and _is_skipped_at_import(item)
-    ):
+def note_test(parts: Parts, item: pytest.Item, report: pytest.TestReport) -> None:
+    """Record a marked test skipped by a condition at import, or one that failed without a GPU."""
+    if not _imports_without_gpu(parts):
+        return
+    wanted = parts.settings.all or item.get_closest_marker(MARKER_NAME)
+    if report.skipped and report.when != "teardown" and wanted and _is_skipped_at_import(item):
         setattr(report, SKIPPED_AT_IMPORT, True)
-
-
-def note_failure(parts: Parts, item: pytest.Item, report: pytest.TestReport) -> None:
-    """Record a test without a simulated GPU that failed because there is none."""
-    if (
-        report.failed
-        and _imports_without_gpu(parts)
-        and not parts.expectations.is_measured(item)
-        and re.search(_NO_GPU, report.longreprtext)
-    ):
+    has_failed = report.failed and not parts.expectations.is_measured(item)
+    if has_failed and re.search(_NO_GPU, report.longreprtext):
         setattr(report, FAILED_WITHOUT_GPU, True)
 
 

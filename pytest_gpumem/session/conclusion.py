@@ -242,7 +242,7 @@ class Conclusion:
 def _write(target: ReportTarget, run: ReportedRun) -> Sequence[str]:
     """Write one report and return the lines that the terminal has to show for it.
 
-    Raises :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
+    Raises ``ValueError`` where it cannot be written.
     """
     from pytest_gpumem.report import json_report
 

@@ -137,14 +137,14 @@ class Expectations:
         markers = list(node.iter_markers(MARKER_NAME))
         if not markers:
             return None, ""
-        from pytest_gpumem.marker import MarkerError, expectation_of
+        from pytest_gpumem.marker import expectation_of
 
         # pytest lists a parameter's marks last, but they are the closest to the test.
         of_parameter = getattr(getattr(node, "callspec", None), "marks", ())
         markers.sort(key=lambda mark: mark not in of_parameter)
         try:
             return expectation_of(markers, self._settings.defaults), ""
-        except MarkerError as error:
+        except ValueError as error:
             return None, str(error)
 
 

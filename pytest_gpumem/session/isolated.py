@@ -35,22 +35,13 @@ _GRACE = 10.0
 """Seconds that the other processes may still run when one has ended during the test."""
 
 _OPTIONS_OF_ONE_TEST: Mapping[str, Any] = {
-    "collectonly": False,
-    "deselect": None,
+    **dict.fromkeys(("collectonly", "gpumem_share", "looponfail", "usepdb"), False),
+    **dict.fromkeys(("lf", "failedfirst", "newfirst", "stepwise"), False),
+    **dict.fromkeys(("deselect", "gpumem_report", "numprocesses")),
+    **dict.fromkeys(("keyword", "markexpr"), ""),
     "dist": "no",
-    "failedfirst": False,
-    "gpumem_report": None,
-    "gpumem_share": False,
-    "keyword": "",
-    "lf": False,
-    "looponfail": False,
-    "markexpr": "",
     "maxfail": 0,
-    "newfirst": False,
-    "numprocesses": None,
-    "stepwise": False,
     "tx": [],
-    "usepdb": False,
 }
 """Options that are not passed on to the process of a single test."""
 

@@ -20,7 +20,7 @@ from _pytest.tmpdir import tmppath_result_key
 from pytest_gpumem.cached_answers import clear_cached_tensors
 from pytest_gpumem.device import DeviceError, ValueLevel
 from pytest_gpumem.garbage import importing
-from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
+from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST
 from pytest_gpumem.session.restored import process_restored
 from pytest_gpumem.session.results import NEIGHBOURS
 from pytest_gpumem.session.used_fixtures import FixtureDevices, undo_failed_set_up
@@ -162,15 +162,12 @@ class TestLifecycle:
         with measured.calling(), sharing.interruptible() if sharing else nullcontext():
             yield
 
-    @contextmanager
-    def one_outcome(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
+    def one_outcome(self, item: pytest.Item, *, called: bool) -> AbstractContextManager[None]:
         """Set up ``item`` inside, or call it if ``called``; all ranks get the same outcome."""
         launched = self._parts.launched
         if launched is None or not self._parts.expectations.is_measured(item):
-            yield
-            return
-        with launched.one_outcome(item, lambda: self.current, called=called):
-            yield
+            return nullcontext()
+        return launched.one_outcome(item, lambda: self.current, called=called)
 
     def next_run(self, item: pytest.Item, error: BaseException | None = None) -> Rerun | None:
         """Return the next run of ``item`` after ``error``, ``None`` if it needs none."""
@@ -232,7 +229,11 @@ class TestLifecycle:
         """Put the current test's record on its final call report, and the loss of the context."""
         sharing = self._parts.sharing
         if self.current is not None:
-            report.user_properties = of_builtin_types(report.user_properties)
+            # In types that pytest-xdist can send: other numbers become floats.
+            report.user_properties = [
+                (name, float(value) if isinstance(value, float) else value)
+                for name, value in report.user_properties
+            ]
             self.current.complete(report, raised=raised)
             record = getattr(report, ATTRIBUTE, None)
             if record is not None and sharing is not None and sharing.admissions:

@@ -63,7 +63,7 @@ class Predictions:
     def _predicted(
         self, items: dict[str, pytest.Item], device: CudaDevice, seconds: float | None = None
     ) -> dict[str, PredictedTest]:
-        from pytest_gpumem.prediction.process import PredictionError, Request, run_tests
+        from pytest_gpumem.prediction.process import Request, run_tests
 
         config, machine = self._config, device.machine
         # A worker receives pytest's arguments from the controller.
@@ -79,7 +79,7 @@ class Predictions:
         )
         try:
             answers = run_tests(request, list(map(os.fspath, given)), config.invocation_params.dir)
-        except PredictionError as error:
+        except ValueError as error:
             unknown = PredictedTest(machine.model.name, None, f"it was not simulated: {error}")
             return dict.fromkeys(items, unknown)
         known = {answer.nodeid: answer for answer in answers}

@@ -1,14 +1,21 @@
-"""Process-wide settings that memory depends on, restored after a test's body has changed them.
+"""Traces of a test's body in its process, removed after it: settings, processes, log records.
 
 A test's numbers must not depend on other tests. Settings made by fixtures stay.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
+from functools import partial
+from logging import LogRecord
 from typing import Any
+
+import pytest
 
 from pytest_gpumem.garbage import settings_restored
 
@@ -92,3 +99,58 @@ def _default_device(torch: Any) -> Any:
     """Return ``set_default_device``'s argument, ``None`` without a call; contexts do not count."""
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if context is None else context.device
+
+
+@contextmanager
+def end_of_children(nodeid: str) -> Iterator[None]:
+    """End a process that ``os.fork()`` made inside and that leaves: it would be a second pytest.
+
+    Its exit code is that of a script that ends here. A sentence on the test ``nodeid`` goes to its
+    standard error, below the place of an exception.
+    """
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            _end(sys.exc_info()[1], nodeid)
+
+
+def _end(error: BaseException | None, nodeid: str) -> None:
+    code = 0 if error is None else 1
+    shown = ""
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        shown = "".join(traceback.format_exception(error, limit=-1))
+    sentence = f"{shown}gpumem: process {os.getpid()}, forked by {nodeid}, ends with the body\n"
+    os.write(2, sentence.encode(errors="backslashreplace"))
+    os._exit(code & 0xFF)
+
+
+@contextmanager
+def records_kept_as_text(item: pytest.Item) -> Iterator[None]:
+    """Drop the objects of log records captured inside, unless ``item`` uses ``caplog``.
+
+    pytest keeps every record until the test ends, with its arguments and exceptions: tensors, and
+    the frames of a traceback with their callers. Their memory would be in the numbers of the test
+    that makes the record, such as the first one that runs into a failed import.
+    """
+    logs = item.config.pluginmanager.get_plugin("logging-plugin")
+    if logs is None or "caplog" in getattr(item, "fixturenames", ()):
+        yield
+        return
+    handlers = (logs.caplog_handler, logs.report_handler)
+    for handler in handlers:
+        handler.emit = partial(_emit, handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            vars(handler).pop("emit", None)
+
+
+def _emit(handler: Any, record: LogRecord) -> None:
+    kept = copy(record)  # other handlers get the record as it was made
+    type(handler).emit(handler, kept)
+    kept.msg, kept.args, kept.exc_info = kept.getMessage(), None, None

@@ -24,10 +24,13 @@ from pytest_gpumem.measurement.statistics import CudaStatistics, pausable
 from pytest_gpumem.options import Settings
 from pytest_gpumem.prediction.closed_forms import Expected
 from pytest_gpumem.session import used_fixtures
-from pytest_gpumem.session.captured_logs import kept_as_text
-from pytest_gpumem.session.children import end_of_children
 from pytest_gpumem.session.hooks import Hooks
-from pytest_gpumem.session.restored import memory_fractions_kept, process_restored
+from pytest_gpumem.session.restored import (
+    end_of_children,
+    memory_fractions_kept,
+    process_restored,
+    records_kept_as_text,
+)
 from pytest_gpumem.sharing.admission import FailedAllocation, FailureCause, cause_of
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 from pytest_gpumem.values.prediction import PredictedTest
@@ -73,7 +76,7 @@ class TestRun:
         self._expected = Expected()
         """The expected bytes of these and of objects that the body watches, in its last run."""
         with ExitStack() as starting:
-            starting.enter_context(kept_as_text(item))
+            starting.enter_context(records_kept_as_text(item))
             starting.enter_context(device.active())
             starting.enter_context(device.measuring(item.nodeid))
             statistics = CudaStatistics(device.workspaces)

@@ -18,7 +18,6 @@ from pytest_gpumem.sharing.weights import (
     Shard,
     Weight,
     Weights,
-    WeightsError,
     fingerprint,
     read_weights,
     split,
@@ -42,7 +41,7 @@ class Sharding:
             self.weights = (
                 Weights.from_dict(worker[WEIGHTS]) if worker else _weights(config, settings)
             )
-        except WeightsError as error:
+        except ValueError as error:
             raise pytest.UsageError(str(error)) from None
         count = len(self.weights.shards)
         if count and count != self._count:

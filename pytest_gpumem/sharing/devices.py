@@ -19,7 +19,7 @@ from typing import Protocol
 
 import psutil
 
-from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlMemory, read_device
+from pytest_gpumem.measurement.nvml import NvmlAbsent, RepeatedReading, read_device, stay_open
 from pytest_gpumem.sharing.database import (
     UNKNOWN_PROCESS,
     Database,
@@ -76,7 +76,8 @@ class NvmlDevice:
         # The limit is that of all processes of this container together.
         total = min(reading.total, reading.mode.limit or reading.total)
         self.capacity = round(total * (1 - LEFT_FREE))
-        self._memory = NvmlMemory(reading.uuid)
+        self._reading = RepeatedReading(reading.uuid)
+        stay_open()
         self._has_context = has_context
 
     def taken(self) -> Mapping[int, int]:
@@ -86,15 +87,16 @@ class NvmlDevice:
         container): then it lists PIDs that do not exist here, or does not list this process
         although it uses the device.
         """
-        try:
-            used, listed = self._memory.read()
-        except LookupError as error:
-            raise _nvml_error(str(error)) from error
-        is_missed = self._has_context() and os.getpid() not in listed
-        if is_missed or not all(psutil.pid_exists(pid) for pid in listed):
-            return {UNKNOWN_PROCESS: used}
+        reading = self._reading.read()
+        if isinstance(reading, NvmlAbsent):
+            raise _nvml_error(reading.reason)
+        own, others = reading.process_used, reading.others or ()
+        is_missed = self._has_context() and own is None
+        if is_missed or not all(psutil.pid_exists(one.pid) for one in others):
+            return {UNKNOWN_PROCESS: reading.used}
+        listed = {os.getpid(): own, **{one.pid: one.used for one in others}}
         known = {pid: size for pid, size in listed.items() if size}
-        rest = used - sum(known.values())
+        rest = reading.used - sum(known.values())
         return {**known, UNKNOWN_PROCESS: rest} if rest > 0 else known
 
 

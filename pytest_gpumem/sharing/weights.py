@@ -23,10 +23,6 @@ OF_PYTEST_SPLIT = ".test_durations"
 """File in which pytest-split keeps durations, beside the ini file."""
 
 
-class WeightsError(ValueError):
-    """A file without weights of tests; the message is one sentence for the user."""
-
-
 @dataclass(frozen=True)
 class Shard(Plain):
     """The tests of one machine."""
@@ -50,14 +46,14 @@ class Weights(Plain):
 
 
 def read_weights(path: Path) -> Weights:
-    """Return the weights in the file ``path``; raises :class:`WeightsError` where it holds none.
+    """Return the weights in the file ``path``; raises ``ValueError`` where it holds none.
 
     From a report, only durations of tests that had their device to themselves count.
     """
     try:
         data = decoded(path.read_bytes())
     except OSError as error:
-        raise WeightsError(
+        raise ValueError(
             f"{path} cannot be read: {error.strerror or error}; check the path"
         ) from error
     except ValueError as error:  # a path with a NUL is one, too
@@ -70,12 +66,9 @@ def read_weights(path: Path) -> Weights:
 
 
 def _weights_of_report(path: Path) -> Weights:
-    from pytest_gpumem.report.json_report import ReportError, read_report
+    from pytest_gpumem.report.json_report import read_report
 
-    try:
-        records = read_report(path)
-    except ReportError as error:
-        raise WeightsError(str(error)) from error
+    records = read_report(path)
     return Weights(
         seconds={
             record.nodeid: record.duration
@@ -92,7 +85,7 @@ def _weights_of_report(path: Path) -> Weights:
 
 def _weights_of_plan(path: Path, data: Mapping[str, Any]) -> Weights:
     if data.get("schema_version") != PLAN_VERSION:
-        raise WeightsError(
+        raise ValueError(
             f"{path} has schema_version {data.get('schema_version')!r} and this pytest-gpumem "
             f"reads plans of {PLAN_VERSION}; write it anew with gpumem plan --output"
         )
@@ -115,8 +108,8 @@ def _seconds_of_pytest_split(path: Path, data: Any) -> dict[str, float]:
     return found
 
 
-def _unreadable(path: Path, problem: str) -> WeightsError:
-    return WeightsError(
+def _unreadable(path: Path, problem: str) -> ValueError:
+    return ValueError(
         f"{path} does not say what tests take: {problem}; give a file of "
         "--gpumem-report json:PATH, of gpumem plan --output or of pytest-split"
     )

@@ -12,12 +12,12 @@ import pytest
 from pytest_gpumem.measurement.device_mode import NvmlMode
 from pytest_gpumem.measurement.nvml import (
     NvmlAbsent,
-    NvmlMemory,
     NvmlProcess,
     NvmlReading,
     RepeatedReading,
     read_device,
     read_visible,
+    stay_open,
 )
 from pytest_gpumem.measurement.nvml_library import visible_devices
 from tests.fake_nvml import GIB, MACHINES, ME, FakeNvml, Gpu, found, process, sample
@@ -384,20 +384,26 @@ def test_every_instance_of_a_divided_gpu_is_visible() -> None:
     assert [one.mode.mig_profile for one in readings] == ["3g.20gb", "2g.10gb", "1g.5gb"]
 
 
-def test_memory_is_read_again_without_another_initialisation() -> None:
+def test_a_device_is_read_again_while_the_library_stays_open() -> None:
     nvml = FakeNvml(Gpu(compute=[process(ME, GIB), process(7, None)]))
-    memory = NvmlMemory(nvml.gpus[0].uuid)
-    with found(nvml):
-        assert memory.read() == (6 * GIB, {ME: GIB, 7: None})
-        nvml.gpus[0].used = 5 * GIB
-        assert memory.read()[0] == 5 * GIB
-    assert nvml.inits == 1
+    repeated = RepeatedReading(nvml.gpus[0].uuid)
+    with found(nvml, pid=ME):
+        stay_open()
+        for used in (6 * GIB, 5 * GIB):
+            nvml.gpus[0].used = used
+            reading = repeated.read()
+            assert isinstance(reading, NvmlReading)
+            assert (reading.used, reading.process_used) == (used, GIB)
+            assert [(one.pid, one.used) for one in reading.others or ()] == [(7, None)]
+            assert nvml.open == 1
 
 
 def test_memory_that_cannot_be_read_is_a_reason() -> None:
-    refused = pytest.raises(LookupError, match="driver is not loaded")
-    with found(FakeNvml(init_error=9)), refused:
-        NvmlMemory("GPU-1").read()
-    unknown = pytest.raises(LookupError, match="no device with the UUID 'GPU-9'")
-    with found(FakeNvml()), unknown:
-        NvmlMemory("GPU-9").read()
+    for nvml, uuid, reason in (
+        (FakeNvml(init_error=9), "GPU-1", "driver is not loaded"),
+        (FakeNvml(), "GPU-9", "no device with the UUID 'GPU-9'"),
+    ):
+        with found(nvml):
+            reading = RepeatedReading(uuid).read()
+        assert isinstance(reading, NvmlAbsent)
+        assert reason in reading.reason

@@ -6,7 +6,6 @@ import pytest
 
 from pytest_gpumem.prediction.runners import (
     Plan,
-    PlanError,
     PlannedTest,
     Rental,
     make_plan,
@@ -110,7 +109,7 @@ def test_a_plan_without_durations_has_no_cost() -> None:
     assert by_runner(plan) == [("T4", ("a",)), ("L4", ("b",))]
     assert plan.cost is None
     assert plan.seconds is None
-    with pytest.raises(PlanError, match="no test's duration is known"):
+    with pytest.raises(ValueError, match="no test's duration is known"):
         make_plan([known("a", 1)], [T4], limit=60)
 
 
@@ -149,7 +148,7 @@ def test_the_shards_name_every_test_once() -> None:
 
 @pytest.mark.parametrize("text", ["T4", "T4:", "T4:x", "T4:-1", "T4:nan", "T4:1e9", ""])
 def test_a_runner_without_a_price_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="is not a GPU model and the price of an hour, like T4"):
+    with pytest.raises(ValueError, match="is not a GPU model and the price of an hour, like T4"):
         parse_runner(text)
 
 
@@ -159,10 +158,10 @@ def test_an_unknown_runner_gets_a_suggestion() -> None:
 
 
 def test_the_same_runner_twice_is_refused() -> None:
-    with pytest.raises(PlanError, match="--runner T4 is given twice"):
+    with pytest.raises(ValueError, match="--runner T4 is given twice"):
         make_plan(SUITE, [T4, Rental(T4.model, 1.0)])
 
 
 def test_a_start_that_leaves_no_time_is_refused() -> None:
-    with pytest.raises(PlanError, match="take 5 minutes to start are not done in 4"):
+    with pytest.raises(ValueError, match="take 5 minutes to start are not done in 4"):
         make_plan(SUITE, [T4], limit=240, startup=300)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.report.github import workflow_command, workflow_commands, write_summary
-from pytest_gpumem.report.json_report import ReportError
 from pytest_gpumem.report.record import ReportedRun, TestRecord
 from tests.report.example_run import failing, improved, passing
 from tests.report.test_markdown import HOSTILE
@@ -104,5 +103,5 @@ def test_the_summary_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_an_unwritable_summary_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
-    with pytest.raises(ReportError, match=r"cannot be written: Is a directory; give"):
+    with pytest.raises(ValueError, match=r"cannot be written: Is a directory; give"):
         write_summary(run(failing()))

@@ -17,7 +17,7 @@ from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory
 from pytest_gpumem.dry.values.reads import Reads
-from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
+from pytest_gpumem.simulated.common.patching import Patches, having, patched_when_imported
 from pytest_gpumem.simulated.common.raw import PLAIN, tensors_in
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
@@ -109,9 +109,7 @@ def snapshots_without_own() -> Iterator[None]:
             frames[:] = _programs(frames)
         return snapshot
 
-    patches = Patches()
-    patches.add(torch._C, "_cuda_memorySnapshot", shortened)
-    with patches.applied():
+    with having(torch._C, "_cuda_memorySnapshot", shortened):
         yield
 
 

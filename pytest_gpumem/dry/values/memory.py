@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.dry.load import function
+
 MemoryRange = tuple[int, int]
 """Address and bytes of a block on the device."""
 
@@ -28,13 +30,6 @@ class Memory:
         The error class that it returns is raised when the thread returns to Python. The caller has
         to keep a reference to the class.
         """
-        library = ctypes.CDLL(None)
-
-        def function(name: str, *arguments: Any, gives: Any = ctypes.c_int) -> Any:
-            found = getattr(library, f"pytest_gpumem_dry_{name}")
-            found.argtypes, found.restype = arguments or None, gives
-            return found
-
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._knows = function("knows", pointer, size)
         self._know = function("know", pointer, size)

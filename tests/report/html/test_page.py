@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.report.html.page import TOGETHER, render
-from pytest_gpumem.report.json_report import ReportError, write_file
+from pytest_gpumem.report.json_report import write_file
 from tests.report.example_run import MIB, failing, measured, passing, record, verdict
 from tests.report.html.parsed import Page
 
@@ -83,7 +83,7 @@ def test_a_verdict_is_shown_with_its_sentence_and_remedy() -> None:
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match="Is a directory; give --gpumem-report html:PATH a file"):
+    with pytest.raises(ValueError, match="Is a directory; give --gpumem-report html:PATH a file"):
         write_file(tmp_path, render([passing()]).encode(), "--gpumem-report html:PATH")
 
 
