@@ -74,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given[:1] == ["--version"]:
                 print(f"pytest-gpumem {installed_release('pytest-gpumem')}")
                 return 0
-            arguments = parser_of([name] if name else []).parse_args(given)
+            arguments, unknown = parser_of([name] if name else []).parse_known_args(given)
+            if unknown:
+                own = f"see gpumem {arguments.command_name} --help"
+                raise ValueError(f"unrecognized arguments: {' '.join(unknown)}; {own}")
             arguments.given = given
             code = _run(arguments)
         finally:  # also for the SystemExit of --help: a closed pipe raises here, in a flush

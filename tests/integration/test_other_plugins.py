@@ -188,7 +188,9 @@ def test_an_exceeded_limit_is_a_failure_that_unittest_expects(project: Project) 
 
     tests = project.report()
 
-    exceeds, keeps = (tests[f"test_case.py::TestCase::test_{name}"] for name in ("exceeds", "keeps"))
+    exceeds, keeps = (
+        tests[f"test_case.py::TestCase::test_{name}"] for name in ("exceeds", "keeps")
+    )
     assert exceeds["outcome"] == "xfailed"
     assert [verdict["passed"] for verdict in exceeds["verdicts"]] == [False]
     assert keeps["outcome"] == "failed"  # an unexpected success
