@@ -23,7 +23,7 @@ from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 from pytest_gpumem.values.serialization import OMITTED, Plain
 
 _KINDS = ("sim-", "dry-", "cuda-")
-"""What the names of environments begin with (:attr:`Environment.key`)."""
+"""First words of the names of environments (:attr:`Environment.key`)."""
 
 _NUMBERS = ("peak_allocated", "peak_reserved", "allocated_after", "cublas_workspace")
 

@@ -62,12 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     stderr.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
+    for output in ("stdout", "stderr"):
+        stream = getattr(sys, output)
         if stream is None:  # closed by the caller; print would write elsewhere
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.set_inheritable(nowhere, True)  # it has the number of the closed one
-            setattr(sys, name, os.fdopen(nowhere, "w"))
+            setattr(sys, output, os.fdopen(nowhere, "w"))
         if isinstance(stream, TextIOWrapper):
             # Characters that the terminal's encoding lacks are escaped instead of failing.
             stream.reconfigure(errors="backslashreplace")

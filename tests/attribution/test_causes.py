@@ -239,7 +239,7 @@ def test_parameters_that_are_trained_now_are_the_cause() -> None:
 
 def test_parameters_that_a_larger_model_has_are_not_said_to_be_frozen_before() -> None:
     now, before = (
-        {"models": {"net": {"parameters": count, "trained": count, "largest": {}}}}
+        dict[str, Any](models={"net": {"parameters": count, "trained": count, "largest": {}}})
         for count in (9, 6)
     )
     gradients = replace(WEIGHT, category="gradients")

@@ -160,6 +160,7 @@ def test_baselines_are_compared_with_baselines_and_a_report(gpumem: Gpumem, tmp_
         "test_a.py::test_x           1.0 KiB  2.0 KiB    +1.0 KiB  +100.0  regression",
         "test_a.py::test_x  forward    512 B    512 B         0 B    +0.0  same",
     ]
+    assert lines[7] == "" != lines[8]  # one line apart from the totals
     code, lines = gpumem("compare", "old", "run.json")
     assert code == 0
     assert lines[-1].endswith("0 regression, 0 improvement, 2 same, 0 new, 0 gone, 0 failed")
