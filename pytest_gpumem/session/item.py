@@ -34,8 +34,7 @@ _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """Exceptions of a recorded run; the failure that pytest reports is the first run's."""
 
 _UNEXPECTED_SUCCESS = "Unexpected success"
-"""Text of the failure that pytest collects where a ``unittest.expectedFailure`` succeeds
-(``TestCaseFunction.addUnexpectedSuccess``)."""
+"""Text of the failure that pytest's ``TestCaseFunction.addUnexpectedSuccess`` collects."""
 
 
 class MeasuredItem(TestRun):
@@ -168,8 +167,7 @@ class MeasuredItem(TestRun):
 
     def _fail(self, text: str) -> NoReturn:
         """Fail the test, or let it fail as expected if it is an ``unittest.expectedFailure``."""
-        failures = getattr(self.item, "_excinfo", None)
-        if failures and not self.body_raised:
+        if not self.body_raised and (failures := getattr(self.item, "_excinfo", None)):
             failures.clear()  # the unexpected successes of a body that is judged
             pytest.xfail(text)
         pytest.fail(text, pytrace=False)
