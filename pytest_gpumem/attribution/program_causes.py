@@ -252,8 +252,10 @@ def _trained(growth: Growth) -> Evidence:
     gained = {word: growth.gained(word) for word in (GRADIENTS, OPTIMIZER_STATE)}
     sizes = [f"{format_size(size)} of {word}" for word, size in gained.items() if size > 0]
     for name, model in now.items():
-        was, trained = before.get(name, {}).get("trained"), model.get("trained")
-        if sizes and was is not None and trained is not None and trained > was:
+        old, trained = before.get(name, model), model.get("trained", 0)
+        was = old.get("trained", trained)
+        # A larger model trains more parameters, too, but has no fewer that are frozen.
+        if sizes and trained > was and model["parameters"] - trained < old["parameters"] - was:
             yield (
                 sum(gained.values()),
                 f"{trained:,} parameters of {name} are trained now, {was:,} before "

@@ -180,8 +180,7 @@ class _Judged:
         if expectation.max is not None:
             yield self._limit(None, expectation.max)
         if (limit := expectation.max_reserved) is not None:
-            reserved, metric = self._measurement.peak_reserved, "peak_reserved"
-            yield self._verdict("limit", None, limit, reserved, reserved <= limit, metric=metric)
+            yield self._reserved(limit)
         for phase, limit in expectation.phases.items():
             if phase in self._peaks:
                 yield self._limit(phase, limit)
@@ -212,10 +211,8 @@ class _Judged:
             yield self._verdict("baseline", phase, limit, actual, passed, **compared, **why)
         for phase, reference in baseline.phases.items():
             if phase not in self._peaks:
-                limit, compared = (
-                    reference + tolerance.allowance(reference),
-                    _compared(reference, tolerance),
-                )
+                limit = reference + tolerance.allowance(reference)
+                compared = _compared(reference, tolerance)
                 yield self._did_not_run("baseline", phase, limit, **compared)
 
     def against_prediction(
@@ -265,6 +262,14 @@ class _Judged:
         cause = absolute_cause(Side(sites, self._measurement.facts), actual - limit)
         held = holdings(sites)
         return self._verdict("limit", phase, limit, actual, explanation=held, cause=cause)
+
+    def _reserved(self, limit: int) -> Verdict:
+        """Return the verdict on reserved memory; a failure shows what was allocated of it."""
+        actual, why = self._measurement.peak_reserved, dict[str, Any](metric="peak_reserved")
+        if actual > limit:
+            note = f"at most {format_size(self._peaks[None])} were allocated at once"
+            why |= {"notes": (note,), "explanation": holdings(self._sites(None))}
+        return self._verdict("limit", None, limit, actual, actual <= limit, **why)
 
     def _did_not_run(self, kind: str, phase: str, limit: int, **compared: Any) -> Verdict:
         # The 0 of a phase that did not run would exceed a negative limit.

@@ -22,6 +22,9 @@ from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 from pytest_gpumem.values.serialization import OMITTED, Plain
 
+_KINDS = ("sim-", "dry-", "cuda-")
+"""First words of the names of environments (:attr:`Environment.key`)."""
+
 _NUMBERS = ("peak_allocated", "peak_reserved", "allocated_after", "cublas_workspace")
 
 
@@ -183,16 +186,23 @@ def read_file(path: Path, key: str) -> BaselineFile | None:
 def read_folder(folder: Path) -> list[tuple[str, BaselineFile]]:
     """Return every module path and its file, sorted, of a baselines folder.
 
-    ``folder`` contains a folder for each environment, or is one of these. Raises
-    :class:`BaselineError` as :func:`read_file` does, and if it contains no baselines.
+    ``folder`` contains a folder for each environment, or is one of these. Hidden folders beside
+    those of environments are other programs'. Raises :class:`BaselineError` as :func:`read_file`
+    does, and if it contains no baselines.
     """
     own = folder.resolve().name
     found = []
     for path in sorted(folder.rglob("*.json")):
+        parts = path.relative_to(folder).parts
+        if parts[0].startswith(".") and not own.startswith(_KINDS):
+            continue
         content = _parsed(path, file_bytes(path) or b"")
-        key, parts = content.environment.key, path.relative_to(folder).parts
+        key = content.environment.key
         if len(parts) > 1 and parts[0] == key:
             parts = parts[1:]
+        elif own != key and key in parts:
+            inner = folder.joinpath(*parts[: parts.index(key)])
+            raise BaselineError(f"{folder} is not a baselines folder; give {inner}, which is one")
         elif own != key:
             raise _misplaced(path, content.environment, parts[0] if len(parts) > 1 else own)
         found.append((PurePosixPath(*parts).as_posix().removesuffix(".json"), content))

@@ -62,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     stderr.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
+    for output in ("stdout", "stderr"):
+        stream = getattr(sys, output)
+        if stream is None:  # closed by the caller; print would write elsewhere
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.set_inheritable(nowhere, True)  # it has the number of the closed one
+            setattr(sys, output, os.fdopen(nowhere, "w"))
         if isinstance(stream, TextIOWrapper):
             # Characters that the terminal's encoding lacks are escaped instead of failing.
             stream.reconfigure(errors="backslashreplace")
@@ -74,7 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given[:1] == ["--version"]:
                 print(f"pytest-gpumem {installed_release('pytest-gpumem')}")
                 return 0
-            arguments = parser_of([name] if name else []).parse_args(given)
+            arguments, unknown = parser_of([name] if name else []).parse_known_args(given)
+            if unknown:
+                own = f"see gpumem {arguments.command_name} --help"
+                raise ValueError(f"unrecognized arguments: {' '.join(unknown)}; {own}")
             arguments.given = given
             code = _run(arguments)
         finally:  # also for the SystemExit of --help: a closed pipe raises here, in a flush

@@ -183,7 +183,7 @@ def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:
     hidden = sum(row.is_equal for row in _rows_of(both)) if not every else 0
     if hidden:
         yield f"{hidden} equal {'number is' if hidden == 1 else 'numbers are'} not shown (--all)"
-    yield ""
+        yield ""
 
 
 def _only_status(test: Compared) -> str:

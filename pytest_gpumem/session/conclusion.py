@@ -231,12 +231,14 @@ class Conclusion:
             command=f"pytest --gpumem-device={device}" if device else "pytest",
         )
         for target in targets:
-            if target.path and not target.unasked and not (folder := target.path.parent).exists():
-                results.notes.append(f"{folder} did not exist and was made for the report in it")
+            folder = target.path.parent if target.path and not target.unasked else None
+            is_new = folder is not None and not folder.exists()
             try:
                 self._annotations += _write(target, run)
             except ValueError as error:
                 yield f"the exit status is not 0, because {error}"
+            if is_new and folder and folder.exists():
+                results.notes.append(f"{folder} did not exist and was made for the report in it")
 
 
 def _write(target: ReportTarget, run: ReportedRun) -> Sequence[str]:

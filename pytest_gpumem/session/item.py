@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -31,6 +32,9 @@ RunsAgain = Callable[["MeasuredItem", BaseException], bool]
 
 _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """Exceptions of a recorded run; the failure that pytest reports is the first run's."""
+
+_UNEXPECTED_SUCCESS = "Unexpected success"
+"""Text of the failure that pytest's ``TestCaseFunction.addUnexpectedSuccess`` collects."""
 
 
 class MeasuredItem(TestRun):
@@ -105,8 +109,11 @@ class MeasuredItem(TestRun):
                 self._sections += self._explain_shortage(error)
             raise
         # unittest's failures are no exceptions here: the item collects them.
-        self.body_raised = self._subtest_failed or bool(getattr(self.item, "_excinfo", None))
+        failures = getattr(self.item, "_excinfo", None) or []
+        succeeded = all(str(one.value).startswith(_UNEXPECTED_SUCCESS) for one in failures)
+        self.body_raised = self._subtest_failed or not succeeded
         self._judged(self._finish)
+        self.body_raised |= bool(failures)
 
     def judge(self, measured: Measurement, others: Sequence[Measurement], *, ranks: str) -> None:
         """Judge the rank named ``ranks`` by everything, and the ``others`` only by limits."""
@@ -149,14 +156,20 @@ class MeasuredItem(TestRun):
         except BaselineError as error:
             self._sentence = str(error)
         if self._sentence:  # raised outside of handlers, so that it has no context
-            pytest.fail(self._sentence, pytrace=False)
+            self._fail(self._sentence)
         record = self._record
         if record is None or not record.broken:
             return
         self.note(*self._explain(record) if self.is_explained_later else self._snapshot())
         config, broken = self.item.config, (self._record or record).broken
         update = Command.of(config).records(record.nodeid)
-        text = failure_text(broken, update, every=config.get_verbosity() > 1)
+        self._fail(failure_text(broken, update, every=config.get_verbosity() > 1))
+
+    def _fail(self, text: str) -> NoReturn:
+        """Fail the test, or let it fail as expected if it is an ``unittest.expectedFailure``."""
+        if not self.body_raised and (failures := getattr(self.item, "_excinfo", None)):
+            failures.clear()  # the unexpected successes of a body that is judged
+            pytest.xfail(text)
         pytest.fail(text, pytrace=False)
 
     def _explain(self, record: TestRecord) -> Sequence[str]:

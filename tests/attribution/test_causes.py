@@ -237,6 +237,17 @@ def test_parameters_that_are_trained_now_are_the_cause() -> None:
     assert "trained" not in cause_of(growth([WEIGHT, OUTSIDE], [WEIGHT], now, before))
 
 
+def test_parameters_that_a_larger_model_has_are_not_said_to_be_frozen_before() -> None:
+    now, before = (
+        dict[str, Any](models={"net": {"parameters": count, "trained": count, "largest": {}}})
+        for count in (9, 6)
+    )
+    gradients = replace(WEIGHT, category="gradients")
+    assert cause_of(growth([WEIGHT, gradients], [], now, before)) == (
+        "net has more parameters, 6 before, 9 now"
+    )
+
+
 def test_only_most_of_the_peak_over_a_limit_is_a_cause() -> None:
     side = Side([KEPT], {"carried": {"holders": [LOSSES]}})
     assert absolute_cause(side, 12 * MIB) == (

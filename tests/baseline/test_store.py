@@ -520,6 +520,13 @@ def test_a_folder_is_read_from_its_root_or_from_one_environment(store: BaselineS
     assert (module, dict(content.tests)) == (MODULE, {"test_other": OTHER})
 
 
+def test_hidden_folders_are_read_in_an_environment_alone(store: BaselineStore) -> None:
+    store.write(T4, ".ci/test_x.py", {"test_other": OTHER})
+    put(store.root / ".pytest_cache" / "d" / "learned.json", "{}")
+    for folder in (store.root, store.root / "sim-T4-torch2.13"):
+        assert [module for module, _ in read_folder(folder)] == [".ci/test_x.py"]
+
+
 def test_a_folder_without_baselines_or_with_misplaced_ones_is_refused(
     store: BaselineStore, path: Path, tmp_path: Path
 ) -> None:

@@ -253,6 +253,25 @@ def test_compare_as_json(place: Path, capsys: pytest.CaptureFixture[str]) -> Non
     }
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="closes streams by a POSIX shell")
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [("devices >&-", 0), ("nothing >&- 2>&-", 2), ("nothing 2>&-", 2), ("run s.py >&-", 0)],
+)
+def test_a_closed_stream_of_the_caller_gets_no_output(
+    place: Path, arguments: str, code: int
+) -> None:
+    (place / "s.py").write_text("import torch\ntorch.empty(1, device='cuda')\nprint(1)\n")
+    ran = subprocess.run(
+        [f'"{sys.executable}" -m pytest_gpumem.cli {arguments}'],
+        cwd=place,
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (code, "", "")
+
+
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["compare", "--help"]], ids=" ".join
 )

@@ -160,6 +160,7 @@ def test_baselines_are_compared_with_baselines_and_a_report(gpumem: Gpumem, tmp_
         "test_a.py::test_x           1.0 KiB  2.0 KiB    +1.0 KiB  +100.0  regression",
         "test_a.py::test_x  forward    512 B    512 B         0 B    +0.0  same",
     ]
+    assert lines[7] == "" != lines[8]  # one line apart from the totals
     code, lines = gpumem("compare", "old", "run.json")
     assert code == 0
     assert lines[-1].endswith("0 regression, 0 improvement, 2 same, 0 new, 0 gone, 0 failed")
@@ -435,6 +436,18 @@ def test_a_path_without_reports_or_baselines_is_refused(refusal: Refusal, tmp_pa
     )
 
 
+def test_a_project_with_a_baselines_folder_is_refused_by_the_name_of_that(
+    refusal: Refusal, tmp_path: Path
+) -> None:
+    folder(tmp_path / "project" / "baselines", test_x=1)
+    cache = tmp_path / "project" / ".pytest_cache" / "d" / "gpumem"
+    cache.mkdir(parents=True)
+    (cache / "learned.json").write_text("{}")
+    assert refusal("compare", "project", "project") == (
+        "gpumem: project is not a baselines folder; give project/baselines, which is one"
+    )
+
+
 def test_a_damaged_baseline_is_refused(refusal: Refusal, tmp_path: Path) -> None:
     folder(tmp_path / "a", test_x=1)
     (tmp_path / "a" / "sim-T4-torch2.13" / "test_a.py.json").write_text("<<<<<<< HEAD")
@@ -450,7 +463,7 @@ def test_a_damaged_baseline_is_refused(refusal: Refusal, tmp_path: Path) -> None
         (["fly"], "gpumem: 'fly' is not a command: there are run, predict, "),
         (["comapre"], "gpumem: 'comapre' is not a command: did you mean compare?; see gpumem --"),
         (["compare", "a"], "gpumem: the following arguments are required: B; see gpumem compare"),
-        (["compare", "a", "b", "--no"], "gpumem: unrecognized arguments: --no; see gpumem --help"),
+        (["compare", "a", "b", "--no"], "gpumem: unrecognized arguments: --no; see gpumem compare"),
     ],
 )
 def test_bad_arguments_are_refused(refusal: Refusal, arguments: list[str], sentence: str) -> None:

@@ -263,7 +263,8 @@ def test_parts_of_output_are_shown(block: Shown, run: Run, monkeypatch: pytest.M
 
 def _shows_sizes(page: str) -> bool:
     texts = [block.text for block in blocks(page) if block.language in ("", "text", "console")]
-    return any(re.search(r"\d (?:[KMGT]i)?B\b", text) for text in texts)
+    # Also bare bytes, which Python prints.
+    return any(re.search(r"\d (?:[KMGT]i)?B\b|^\d{6,}\b", text, re.MULTILINE) for text in texts)
 
 
 @pytest.mark.parametrize("page", [*filter(_shows_sizes, PAGES)])

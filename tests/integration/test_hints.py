@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.pytest_project import Project
@@ -37,6 +39,20 @@ def test_a_quiet_run_reports_a_report_that_cannot_be_written(project: Project) -
     result.stdout.fnmatch_lines_random(
         ["note: the exit status is not 0, because report folder cannot be written: *"]
     )
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no others")
+def test_only_a_folder_that_was_made_for_a_report_is_said_to_be_new(project: Project) -> None:
+    project.write(test_it=ONE_TEST)
+
+    result = project.run(
+        "-q", "--gpumem-report=json:/proc/nowhere/it", "--gpumem-report=json:new/it"
+    )
+
+    assert result.ret == 1
+    result.stdout.fnmatch_lines_random(["*report /proc/nowhere/it cannot be written: *"])
+    result.stdout.fnmatch_lines_random(["note: *new did not exist and was made for the report in*"])
+    result.stdout.no_fnmatch_line("*/proc/nowhere did not exist*")
 
 
 def test_a_skip_condition_at_import_on_marked_tests_is_reported(project: Project) -> None:

@@ -168,6 +168,35 @@ def test_tests_of_unittest_classes_are_measured(project: Project) -> None:
     assert found["test_training"]["measurement"]["leaked"] == 0
 
 
+def test_an_exceeded_limit_is_a_failure_that_unittest_expects(project: Project) -> None:
+    project.write(
+        test_case="""
+        import unittest
+
+        class TestCase(unittest.TestCase):
+            @unittest.expectedFailure
+            @pytest.mark.gpumem("1MiB", warmup=1)
+            def test_exceeds(self):
+                torch.empty(2 * 1024**2, device="cuda", dtype=torch.uint8)
+
+            @unittest.expectedFailure
+            @pytest.mark.gpumem("2MiB")
+            def test_keeps(self):
+                torch.empty(2 * 1024**2, device="cuda", dtype=torch.uint8)
+        """
+    )
+
+    tests = project.report()
+
+    exceeds, keeps = (
+        tests[f"test_case.py::TestCase::test_{name}"] for name in ("exceeds", "keeps")
+    )
+    assert exceeds["outcome"] == "xfailed"
+    assert [verdict["passed"] for verdict in exceeds["verdicts"]] == [False]
+    assert keeps["outcome"] == "failed"  # an unexpected success
+    assert [verdict["passed"] for verdict in keeps["verdicts"]] == [True]
+
+
 def test_a_unittest_test_runs_its_warm_up(project: Project) -> None:
     project.write(
         test_case="""
