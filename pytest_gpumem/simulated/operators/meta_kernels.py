@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _meta_registrations
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
@@ -71,7 +71,19 @@ def _of_loss(gradient: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tens
     return _contiguous(gradient, input)
 
 
+def _batched(first: Tensor, second: Tensor, **out: Any) -> Any:
+    """Multiply; where there is nothing to multiply the types may differ, and the last one counts.
+
+    Source: LinearAlgebra.cpp (common_checks_baddbmm_bmm), cuda/Blas.cpp (bmm_out_cuda_impl).
+    """
+    if first.dtype is not second.dtype and not first.numel() * second.numel():
+        first = first.to(second.dtype)
+    return _meta_registrations.meta_bmm(first, second, **out)
+
+
 WRONG: dict[str, Callable[..., Any]] = {
+    "bmm": _batched,
+    "bmm.out": _batched,
     "baddbmm.dtype": lambda added, a, b, out_dtype, **factors: a.new_empty(
         (*a.shape[:-1], b.shape[-1]), dtype=out_dtype
     ),
@@ -96,7 +108,8 @@ WRONG: dict[str, Callable[..., Any]] = {
     "view_copy": lambda x, size: x.new_empty(x.new_empty(x.shape).view(size).shape),
 }
 """By overload: replacements of kernels of torch's that take the result's type for a factor, that
-read the device that a tensor on ``meta`` is a fake of, or whose layout is another than CUDA's.
+read the device that a tensor on ``meta`` is a fake of, that compare types of matrices without
+elements, or whose layout is another than CUDA's.
 
 Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
 torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu,
