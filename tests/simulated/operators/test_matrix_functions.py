@@ -114,18 +114,18 @@ def test_pinv_is_a_product_of_singular_vectors(on: Any) -> None:
 @pytest.mark.skipif(not MAY_OVERRIDE, reason="torch 2.6 keeps its own kernels")
 @pytest.mark.parametrize(
     ("shape", "products"),
-    [((2, 0, 0), []), ((0, 3, 3), []), ((0, 3), []), ((2, 3, 0), [36, 36, -36, -36])],
+    [((2, 0, 0), []), ((0, 3, 3), []), ((2, 3, 0), [36, 36, -36, -36])],
 )
 def test_gradients_of_an_empty_pinv_multiply_two_types(
     on: Any, shape: tuple[int, ...], products: list[int]
 ) -> None:
-    """Under autocast; bytes of the dry device with torch 2.15."""
+    """After autocast; bytes of the dry device with torch 2.15."""
     gpu = on("A100-40GB", "2.15")
     matrices = torch.zeros(shape, device="cuda", requires_grad=True)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         inverse = torch.linalg.pinv(matrices)
-        taken = gpu.of(lambda: torch.autograd.grad(inverse.sum(), matrices))
-    assert taken == [4, 4, *products, -4, -4]
+    ones = torch.ones_like(inverse)
+    assert gpu.of(lambda: torch.autograd.grad(inverse, matrices, ones)) == products
 
 
 def test_gradients_of_several_terms_are_added_out_of_place(on: Any) -> None:
