@@ -17,6 +17,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
 from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators.layout import accumulated
 from pytest_gpumem.simulated.operators.rules import is_traced
 
@@ -81,6 +82,20 @@ def _batched(first: Tensor, second: Tensor, **out: Any) -> Any:
     return _meta_registrations.meta_bmm(first, second, **out)
 
 
+def _written(name: str) -> Callable[..., Any]:
+    """Return a kernel that gives results the shapes of those that the overload ``name`` makes."""
+    overload: Any = overload_of(name)
+
+    def write(*args: Any, **results: Tensor) -> tuple[Tensor, ...]:
+        made = overload(*args)
+        for given, one in zip(results.values(), made, strict=False):
+            if given.shape != one.shape:
+                given.resize_(one.shape).as_strided_(one.shape, one.stride())
+        return tuple(results.values())
+
+    return write
+
+
 WRONG: dict[str, Callable[..., Any]] = {
     "bmm": _batched,
     "bmm.out": _batched,
@@ -96,6 +111,7 @@ WRONG: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         "huber_loss_backward mse_loss_backward smooth_l1_loss_backward".split(), _of_loss
     ),
+    "log_sigmoid_forward.output": lambda x, output, buffer: (output.resize_(x.shape), buffer),
     "normal.Tensor_Tensor": lambda mean, std, **_: mean.new_empty(
         torch.broadcast_shapes(mean.shape, std.shape)
     ),
@@ -141,6 +157,10 @@ SHAPES: dict[str, Callable[..., Any]] = {
         matrix.new_empty(matrix.mT.shape).mT,
         matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),
     ),
+    "geqrf.a": _written("geqrf.default"),
+    "mode.values": _written("mode.default"),
+    "_native_batch_norm_legit.out": _written("_native_batch_norm_legit.default"),
+    "_native_batch_norm_legit.no_stats_out": _written("_native_batch_norm_legit.no_stats"),
     "_cslt_compress": _compressed,
     "_padded_dense_to_jagged_forward": lambda dense, offsets, *rows: dense.new_empty(
         (rows[0] if rows else offsets[0][-1].item(), dense.shape[-1])
