@@ -111,6 +111,7 @@ WRONG: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         "huber_loss_backward mse_loss_backward smooth_l1_loss_backward".split(), _of_loss
     ),
+    "lerp_.Tensor": lambda x, end, weight: x.copy_(_aten.lerp.Tensor(x, end, weight)),
     "log_sigmoid_forward.output": lambda x, output, buffer: (output.resize_(x.shape), buffer),
     "normal.Tensor_Tensor": lambda mean, std, **_: mean.new_empty(
         torch.broadcast_shapes(mean.shape, std.shape)
@@ -125,7 +126,8 @@ WRONG: dict[str, Callable[..., Any]] = {
 }
 """By overload: replacements of kernels of torch's that take the result's type for a factor, that
 read the device that a tensor on ``meta`` is a fake of, that compare types of matrices without
-elements, or whose layout is another than CUDA's.
+elements, that print a tensor with a tangent (``lerp_`` to choose an overload, which then fails), or
+whose layout is another than CUDA's.
 
 Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
 torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu,
