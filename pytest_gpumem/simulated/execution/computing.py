@@ -115,7 +115,11 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
             if call is None or not is_placed:
                 adopt(result, device)
             else:
-                adopt(call.outputs(result), device)
+                if resizes:
+                    for one in call.outputs(result):
+                        storages.resized(one)
+                else:
+                    adopt(call.outputs(result), device)
                 storages.mark_host_scalars(raw.tensors_in(result))
         if resizes:
             for tensor in raw.tensors_in((args, kwargs)):

@@ -232,7 +232,7 @@ def is_composite(func: Any) -> bool:
 _WRITTEN_IN_PARTS = torch._C.DispatchKey.CompositeExplicitAutograd
 _WITH_KERNEL = frozenset(f"aten::{name}" for name in ("_chunk_cat", "split_with_sizes_copy"))
 """Operators whose overload with ``out`` has a CUDA kernel but no CPU kernel."""
-_IN_PLACE = frozenset({"aten::cummax", "aten::cummin"})
+_IN_PLACE = frozenset({"aten::cummax", "aten::cummin", "aten::mode"})
 """Operators that write to ``out`` by a kernel which has no ``meta`` implementation."""
 
 

@@ -139,7 +139,7 @@ _SAME = {
 
 def refuse_types(func: Any, tensors: Sequence[Placed], others: Iterable[Any]) -> None:
     """Raise an error for types that differ, unless there is an ``out_dtype`` among ``others``."""
-    name = func._schema.name.removeprefix("aten::")
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
     compared = _SAME.get(name, "").split()
     types = {each.name: each.tensor.dtype for each in tensors if each.name in compared}
     strided = all(each.tensor.layout is torch.strided for each in tensors)

@@ -113,7 +113,9 @@ def _elements(self: Tensor, target: Tensor) -> int:
 
 def _enlarged(self: Tensor, target: Tensor, result: Tensor) -> Iterator[Tensor]:
     """Yield a result as large as the input, which shrinks where it is reduced."""
-    result.untyped_storage().resize_(_elements(self, target) * result.element_size())
+    nbytes = _elements(self, target) * result.element_size()
+    if result.untyped_storage().nbytes() < nbytes:
+        result.untyped_storage().resize_(nbytes)
     yield result
 
 
@@ -127,7 +129,13 @@ def _reduced(
             _reduce_all(gpu, elements, result.dtype)
 
 
-def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> Iterator[Tensor]:
+def _huber(
+    gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor, out: Any = None
+) -> Iterator[Tensor]:
+    if out is not None and reduction:
+        yield from _enlarged(self, target, result)
+        _reduced(True, gpu, self, target, reduction, result)
+        return
     with Scratch(gpu, self.nbytes if reduction else 0):
         yield result
         if reduction:

@@ -286,7 +286,10 @@ BELOW_AUTOGRAD: dict[str, Composite] = {
 }
 
 RULES = {
-    "native_batch_norm": Rule(after=_batch_norm_forward),
+    "native_batch_norm _native_batch_norm_legit": Rule(
+        outputs=lambda result, out=None: result if out is None else (*result[1:], result[0]),
+        after=_batch_norm_forward,
+    ),
     "native_batch_norm_backward": Rule(outputs=_batch_norm_backward),
     "_batch_norm_with_update": Rule(after=_update),
     "batch_norm_backward": Rule(outputs=_update_backward),

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _meta_registrations
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
 from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators.layout import accumulated
 from pytest_gpumem.simulated.operators.rules import is_traced
 
@@ -71,7 +72,33 @@ def _of_loss(gradient: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tens
     return _contiguous(gradient, input)
 
 
+def _batched(first: Tensor, second: Tensor, **out: Any) -> Any:
+    """Multiply; where there is nothing to multiply the types may differ, and the last one counts.
+
+    Source: LinearAlgebra.cpp (common_checks_baddbmm_bmm), cuda/Blas.cpp (bmm_out_cuda_impl).
+    """
+    if first.dtype is not second.dtype and not first.numel() * second.numel():
+        first = first.to(second.dtype)
+    return _meta_registrations.meta_bmm(first, second, **out)
+
+
+def _written(name: str) -> Callable[..., Any]:
+    """Return a kernel that gives results the shapes of those that the overload ``name`` makes."""
+    overload: Any = overload_of(name)
+
+    def write(*args: Any, **results: Tensor) -> tuple[Tensor, ...]:
+        made = overload(*args)
+        for given, one in zip(results.values(), made, strict=False):
+            if given.shape != one.shape:
+                given.resize_(one.shape).as_strided_(one.shape, one.stride())
+        return tuple(results.values())
+
+    return write
+
+
 WRONG: dict[str, Callable[..., Any]] = {
+    "bmm": _batched,
+    "bmm.out": _batched,
     "baddbmm.dtype": lambda added, a, b, out_dtype, **factors: a.new_empty(
         (*a.shape[:-1], b.shape[-1]), dtype=out_dtype
     ),
@@ -84,6 +111,8 @@ WRONG: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         "huber_loss_backward mse_loss_backward smooth_l1_loss_backward".split(), _of_loss
     ),
+    "lerp_.Tensor": lambda x, end, weight: x.copy_(_aten.lerp.Tensor(x, end, weight)),
+    "log_sigmoid_forward.output": lambda x, output, buffer: (output.resize_(x.shape), buffer),
     "normal.Tensor_Tensor": lambda mean, std, **_: mean.new_empty(
         torch.broadcast_shapes(mean.shape, std.shape)
     ),
@@ -96,7 +125,9 @@ WRONG: dict[str, Callable[..., Any]] = {
     "view_copy": lambda x, size: x.new_empty(x.new_empty(x.shape).view(size).shape),
 }
 """By overload: replacements of kernels of torch's that take the result's type for a factor, that
-read the device that a tensor on ``meta`` is a fake of, or whose layout is another than CUDA's.
+read the device that a tensor on ``meta`` is a fake of, that compare types of matrices without
+elements, that print a tensor with a tangent (``lerp_`` to choose an overload, which then fails), or
+whose layout is another than CUDA's.
 
 Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
 torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu,
@@ -128,6 +159,10 @@ SHAPES: dict[str, Callable[..., Any]] = {
         matrix.new_empty(matrix.mT.shape).mT,
         matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),
     ),
+    "geqrf.a": _written("geqrf.default"),
+    "mode.values": _written("mode.default"),
+    "_native_batch_norm_legit.out": _written("_native_batch_norm_legit.default"),
+    "_native_batch_norm_legit.no_stats_out": _written("_native_batch_norm_legit.no_stats"),
     "_cslt_compress": _compressed,
     "_padded_dense_to_jagged_forward": lambda dense, offsets, *rows: dense.new_empty(
         (rows[0] if rows else offsets[0][-1].item(), dense.shape[-1])

@@ -318,10 +318,15 @@ def _check(gpu: GPU, std: Tensor | float = 1.0) -> None:
 
 
 def _normal(
-    gpu: GPU, result: Tensor, mean: Tensor | float = 0.0, std: Tensor | float = 1.0
+    gpu: GPU,
+    result: Tensor,
+    mean: Tensor | float = 0.0,
+    std: Tensor | float = 1.0,
+    out: Tensor | None = None,
 ) -> None:
     if isinstance(std, Tensor):
-        _check(gpu, std)
+        if out is None:
+            _check(gpu, std)
         if not isinstance(mean, Tensor):
             borrow(gpu, result.element_size())
     elif isinstance(mean, Tensor):

@@ -144,6 +144,11 @@ def test_a_repeated_refusal_leaves_no_memory_allocated() -> None:
             "torch.float32, mat2 torch.float16",
         ),
         (
+            lambda x: x.addmm_(x.half(), x.half()),
+            "addmm expects tensors of the same dtype, but got self torch.float32, mat1 "
+            "torch.float16, mat2 torch.float16",
+        ),
+        (
             lambda x: F.layer_norm(x.half(), (4,), x[0], x[0]),
             "native_layer_norm expects tensors of the same dtype, but got input torch.float16, "
             "weight torch.float32, bias torch.float32",

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from pytest_gpumem.simulated.operators.tables import MAY_OVERRIDE
+
 WORKSPACE = 8_519_680
 """cuBLAS's, before Hopper."""
 
@@ -71,6 +73,49 @@ def test_operators_with_several_out_arguments(on: Any) -> None:
     assert gpu.of(lambda: torch.topk(x, 4, out=(values, places))) == [16, 32]
     highest, places = torch.empty(0, device="cuda"), torch.empty(0, dtype=torch.long, device="cuda")
     assert gpu.of(lambda: torch.max(x.view(8, 32), 1, out=(highest, places))) == [32, 64]
+
+
+def _statistics(x: torch.Tensor, out: Any) -> Any:
+    weight = x[0, :8]
+    given = (x.view(4, 8, -1), *[weight] * 4, True, 0.1, 1e-5)
+    operator: Any = torch._native_batch_norm_legit
+    operator(*given, out=out)
+
+
+def _huber(x: torch.Tensor, out: Any) -> Any:
+    torch.ops.aten.huber_loss.out(x, x, out=out)
+
+
+@pytest.mark.skipif(not MAY_OVERRIDE, reason="torch 2.6 keeps its own kernels")
+@pytest.mark.parametrize(
+    ("call", "dtypes", "empty", "sized"),
+    [
+        (
+            lambda x, out: torch.mode(x, 0, True, out=out),
+            "fi", [128, 256, 1024, -1024], [1024, -1024],
+        ),
+        (lambda x, out: torch.geqrf(x, out=out), "ff", [1024, 32, 4, -4], [4, -4]),
+        (
+            lambda x, out: torch.linalg.eigh(x[:, :8], out=out),
+            "ff", [256, 32, 4, 1, 1, -1, -1, -4], [4, 1, 1, -1, -1, -4],
+        ),
+        (_statistics, "fff", [32, 32, 1024], []),
+        (_huber, "f", [1024, 4, -4], [4, -4]),
+        (lambda x, out: torch.normal(x, x, out=out), "f", [4, 1, -1, -4, 1024], [4, 1, -1, -4]),
+        (lambda x, out: torch.ops.aten.log_sigmoid.out(x, out=out), "f", [1024], []),
+    ],
+)  # fmt: skip
+def test_results_are_given_empty_or_of_the_right_size(
+    on: Any, call: Callable[[Any, Any], Any], dtypes: str, empty: list[int], sized: list[int]
+) -> None:
+    """Bytes of the dry device with torch 2.15."""
+    gpu = on(version="2.15")
+    x = torch.ones(8, 32, device="cuda")
+    types = {"f": torch.float32, "i": torch.int64}
+    given = tuple(torch.empty(0, dtype=types[one], device="cuda") for one in dtypes)
+    out = given if len(given) > 1 else given[0]
+    assert gpu.of(lambda: call(x, out)) == empty
+    assert gpu.of(lambda: call(x, out)) == sized
 
 
 def test_matrix_rank_writes_out_under_a_dispatch_mode(on: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from pytest_gpumem.simulated.operators import matmul
+from pytest_gpumem.simulated.operators.tables import MAY_OVERRIDE
 
 WORKSPACE = 8_519_680
 
@@ -20,6 +21,18 @@ def test_batched_operand_with_strided_rows_is_copied(on: Any) -> None:
     strided = torch.randn(8, 64, 16, 2, device="cuda")[..., 0]
     copy = 8 * 64 * 16 * 4
     assert gpu.of(lambda: torch.bmm(weights, strided)) == [copy, copy, -copy]
+
+
+@pytest.mark.skipif(not MAY_OVERRIDE, reason="torch 2.6 keeps its own kernels")
+def test_batches_without_elements_may_have_two_types(on: Any) -> None:
+    """As on the dry device with torch 2.15; with elements they may not."""
+    gpu = on("A100-40GB", "2.15")
+    halves = torch.zeros(2, 3, 4, device="cuda", dtype=torch.bfloat16)
+    empty = torch.zeros(2, 0, 3, device="cuda")
+    assert torch.bmm(empty, halves).dtype is torch.bfloat16
+    assert gpu.of(lambda: torch.bmm(empty.mT, halves[:, :0])) == [2 * 3 * 4 * 2]
+    with pytest.raises(RuntimeError, match="expected scalar type"):
+        torch.bmm(torch.zeros(2, 1, 3, device="cuda"), halves)
 
 
 def test_expanded_gradient_is_copied_before_the_workspace(on: Any) -> None:

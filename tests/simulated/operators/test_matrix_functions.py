@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
+from pytest_gpumem.simulated.operators.tables import MAY_OVERRIDE
 from pytest_gpumem.values.errors import UnknownValueError
 
 WORKSPACE = 8_519_680
@@ -108,6 +109,23 @@ def test_pinv_is_a_product_of_singular_vectors(on: Any) -> None:
         24, 24, -24, 4, 48, 12, 48, -12, -48, -4, 192, 240, WORKSPACE,
         -192, -48, -24, -240, -48, -192, -8, -8,
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(not MAY_OVERRIDE, reason="torch 2.6 keeps its own kernels")
+@pytest.mark.parametrize(
+    ("shape", "products"),
+    [((2, 0, 0), []), ((0, 3, 3), []), ((2, 3, 0), [36, 36, -36, -36])],
+)
+def test_gradients_of_an_empty_pinv_multiply_two_types(
+    on: Any, shape: tuple[int, ...], products: list[int]
+) -> None:
+    """After autocast; bytes of the dry device with torch 2.15."""
+    gpu = on("A100-40GB", "2.15")
+    matrices = torch.zeros(shape, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        inverse = torch.linalg.pinv(matrices)
+    ones = torch.ones_like(inverse)
+    assert gpu.of(lambda: torch.autograd.grad(inverse, matrices, ones)) == products
 
 
 def test_gradients_of_several_terms_are_added_out_of_place(on: Any) -> None:

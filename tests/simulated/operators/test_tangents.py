@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from pytest_gpumem.simulated.operators.tables import MAY_OVERRIDE
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 
 
@@ -61,3 +63,15 @@ def test_gated_units_and_values_of_matrices_have_tangents(on: Any) -> None:
     assert tangent(F.glu, numbers(5, 30)).shape == (5, 15)
     assert tangent(torch.linalg.svdvals, numbers(5, 30)).shape == (5,)
     assert tangent(torch.linalg.eigvalsh, numbers(5, 5)).shape == (5,)
+
+
+@pytest.mark.skipif(not MAY_OVERRIDE, reason="torch 2.6 keeps its own kernels")
+@pytest.mark.parametrize("interpolation", ["linear", "midpoint"])
+def test_a_quantile_has_a_tangent_by_any_interpolation(on: Any, interpolation: str) -> None:
+    """A tangent that failed left autograd off: later ones, and gradients, failed, too."""
+    on()
+    x = numbers(32, 64)
+    for _ in range(2):
+        made = tangent(lambda one: torch.quantile(one, 0.3, dim=0, interpolation=interpolation), x)
+        assert made.shape == (64,)
+    assert (x.requires_grad_() * 2).requires_grad
