@@ -114,7 +114,7 @@ def read(runner: Runner, func: Any) -> Handler:
             unseen = comparisons.equal_unseen(*args)
             if unseen is not None:
                 return unseen
-        machine.streams.host_waits(machine.current_index)
+        machine.current.waits()
         value = runner.values.computed(operator, args, kwargs)
         if value is None and func is torch.ops.aten._local_scalar_dense.default:
             value = machine.placeholder_value(args[0])
@@ -180,6 +180,8 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
 def _is_countable(runner: Runner, index: torch.Tensor | None) -> bool:
     if index is None or not _is_mask(index) or not raw.is_meta(index):
         return True
+    if runner.machine.capture is not None:
+        return True  # to count fails
     return runner.values.of(index) is not None
 
 
@@ -251,21 +253,22 @@ def _stage(
     synchronization behavior").
     """
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-    machine, streams = runner.machine, runner.machine.streams
+    machine = runner.machine
     machine.kernel_wrote()  # adds a node to a capture
     to, of = runner.storages.of(target), runner.storages.of(source)
     if to is not None and of is None:
-        index, is_pinned = to.device.index, True
-        transfers.stage_upload(to.device, target, source, non_blocking)
+        gpu, host, other = machine.device(to.device.index), source, target
+        transfers.stage_upload(gpu, target, source, non_blocking)
     elif of is not None and to is None:
-        index, is_pinned = of.device.index, _is_pinned(machine, target)
-        transfers.stage_download(of.device, target, source, non_blocking)
+        gpu, host, other = machine.device(of.device.index), target, source
+        transfers.stage_download(gpu, target, source, non_blocking)
     else:
         return
-    if not non_blocking and target.numel():
-        streams.host_waits(index)
-    elif not is_pinned and not streams.is_capturing(index):
-        streams.timeline.finish_stream((index, streams.current(index)))
+    if target.numel():
+        gpu.copies(host, other, non_blocking=non_blocking)
+    is_seen = non_blocking and host is target and not machine.streams.is_capturing(gpu.index)
+    if is_seen and not _is_pinned(machine, host):
+        machine.streams.timeline.finish_stream((gpu.index, gpu.stream))
 
 
 def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:

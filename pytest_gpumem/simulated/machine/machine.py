@@ -20,6 +20,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common import raw
@@ -55,6 +56,38 @@ class GPU(GpuState):
     def stream(self) -> int:
         """The handle of the stream that work goes to now."""
         return self.simulation.streams.current(self.index)
+
+    def waits(self, *, by_torch: bool = True) -> None:
+        """Make the host wait for the stream that work goes to, as for a value that it reads.
+
+        Where not ``by_torch`` but a library waits, torch's debug mode says nothing.
+        """
+        self.simulation.streams.host_waits(self.index, by_torch=by_torch)
+
+    def copies(
+        self, host: Tensor | None = None, other: Tensor | None = None, *, non_blocking: bool = False
+    ) -> None:
+        """Wait for a copy between the GPU and ``host``, by default pageable memory, if it blocks.
+
+        Raises torch's ``RuntimeError`` in a capture, where that memory has to be pinned: since 2.11
+        (PyTorch #172156), copy_kernel_cuda of aten/src/ATen/native/cuda/Copy.cu.
+        """
+        machine = self.simulation
+        is_sent = host is not None and machine.pinned.is_sent(host, other, non_blocking)
+        if not is_sent and self.version >= (2, 11) and machine.streams.is_capturing(self.index):
+            raise RuntimeError(
+                "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU "
+                "tensor is pinned. Please use tensor.pin_memory() or allocate the tensor with "
+                "pin_memory=True."
+            )
+        if not non_blocking:
+            self.waits()
+
+    def draw(self, generator: torch.Generator | None = None) -> None:
+        """Make what a capture needs for its first random operator."""
+        capture = self.simulation.capture
+        if capture is not None and capture.graph is not None:
+            capture.graph.use_random_operator(self, generator)
 
     @property
     def environment(self) -> Environment:

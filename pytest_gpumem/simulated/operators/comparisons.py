@@ -6,7 +6,7 @@ BucketizationUtils.h (searchsorted_maybe_trim_input_tensors), Bucketization.cpp,
 2.15; cuda/UniqueCub.cu (UniqueCub, compute_unique) and SummaryOps.cu (_bincount_cuda_template,
 _histc_cuda_template) of torch 2.6 to 2.15. Of CUB's storage the sorts are exact; the scans and
 selections, of a state for each of many hundred elements, are estimated. ``unique(dim=...)`` sorts
-by Thrust, whose storage is left out.
+by Thrust, whose storage is left out, and which waits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scr
     """Allocate for a number, and for the check of the places in ``sorter``."""
     scratch = None if isinstance(self, Tensor) else Scratch(gpu, 8)
     if sorter is not None and sorter.numel():
-        borrow(gpu, 8, 8)
+        _extremes(gpu, sorter)
     return scratch
 
 
@@ -120,6 +120,7 @@ def count_set(gpu: GPU, self: Tensor) -> Scratch:
     scratch = Scratch(gpu, *copied(self), 4)
     model = gpu.model
     borrow(gpu, cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
+    gpu.waits()
     return scratch
 
 
@@ -130,7 +131,10 @@ def _before(
 
     Equal neighbours (unique_consecutive, which has no ``sorted``) are only numbered.
     """
-    if dim is not None or not self.numel():
+    if not self.numel():
+        return None
+    if dim is not None:
+        gpu.waits(by_torch=False)
         return None
     if sorted is not None and self.dtype == torch.bool:
         return count_set(gpu, self)
@@ -185,7 +189,9 @@ def _select(gpu: GPU, self: Tensor, dim: int | None = None, sorted: bool | None 
     if dim is None and self.numel() and (sorted is None or self.dtype != torch.bool):
         capability = gpu.model.compute_capability
         storage = cub.unique_bytes(self.numel(), capability, gpu.version)
-        Scratch(gpu, INDEX_BYTES).estimate(storage, "CUB", "a selection")
+        scratch = Scratch(gpu, INDEX_BYTES)
+        scratch.estimate(storage, "CUB", "a selection")
+        gpu.waits()
 
 
 def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
@@ -193,33 +199,39 @@ def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
     if weights is not None and weights.dtype not in (torch.float32, torch.float64):
         scratch.take(weights.numel() * torch.float64.itemsize)
     if self.numel() and gpu.version >= _BINS_BY_BOTH_SINCE:
-        scratch.take(self.element_size(), self.element_size())
-        reductions.reduce_whole(gpu, self, reductions.TWO_VALUES)
+        _read_both(gpu, scratch, self)
     elif self.numel():
         _extremes(gpu, self, 1 if self.dtype == torch.uint8 else 2)
     return scratch
 
 
-def _extremes(gpu: GPU, tensor: Tensor, count: int) -> None:
+def _read_both(gpu: GPU, scratch: Scratch, tensor: Tensor) -> None:
+    """Allocate both extremes at once, which the host reads."""
+    scratch.take(tensor.element_size(), tensor.element_size())
+    reductions.reduce_whole(gpu, tensor, reductions.TWO_VALUES)
+    gpu.waits()
+
+
+def _extremes(gpu: GPU, tensor: Tensor, count: int = 2) -> None:
     for _ in range(count):
         with Scratch(gpu, tensor.element_size()):
             reductions.reduce_whole(gpu, tensor, reductions.VALUES)
+            gpu.waits()
 
 
 def _zero_points(gpu: GPU, zero_point: Tensor) -> None:
     """Allocate for the extremes of integers (native/quantized/FakeQuantPerChannelAffine.cpp)."""
     if not zero_point.is_floating_point():
-        borrow(gpu, zero_point.element_size(), zero_point.element_size())
+        borrow(gpu, zero_point.element_size(), zero_point.element_size(), is_read=True)
 
 
 def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
     if min != max or not self.numel():
         return
     if gpu.version >= BOTH_EXTREMES_SINCE:
-        with Scratch(gpu, self.element_size(), self.element_size()):
-            reductions.reduce_whole(gpu, self, reductions.TWO_VALUES)
+        _read_both(gpu, Scratch(gpu), self)
     else:
-        _extremes(gpu, self, 2)
+        _extremes(gpu, self)
 
 
 def _static(gpu: GPU, self: Tensor, size: int) -> None:
@@ -246,6 +258,7 @@ RULES = {
     "searchsorted bucketize": Rule(before=_number, after=_search),
     "nonzero_static": Rule(after=_static),
     "_unique _unique2 unique_consecutive": Rule(before=_before, outputs=_placed, after=_select),
+    "unique_dim": Rule(before=_before),
     "bincount": Rule(before=_bins),
     "histc": Rule(after=_range),
 }

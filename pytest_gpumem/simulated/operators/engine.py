@@ -27,6 +27,7 @@ from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Composite, decompose, is_traced
@@ -228,7 +229,7 @@ def with_cuda_sums(given: Tensor, kwargs: Kwargs, node: str) -> dict[str, Any]:
     return kwargs
 
 
-def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> Tensor:
+def cumprod_backward(gpu: GPU, grad: Tensor, input: Tensor, dim: int, output: Tensor) -> Tensor:
     """Run ``aten::cumprod_backward`` (ReduceOps.cpp) for an input in which no element is zero.
 
     Nothing is known of elements that a compiler traces (areAnyTensorSubclassLike).
@@ -239,7 +240,9 @@ def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> T
         return grad
     weighted = output.conj() * grad
     is_zero = input == 0
-    is_zero.any()
+    any_zero = is_zero.any()
+    gpu.waits()
+    del any_zero
     # C++ keeps the temporaries of an expression until its end.
     flipped = weighted.flip(dim)
     summed = flipped.cumsum(dim)

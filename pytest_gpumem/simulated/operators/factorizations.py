@@ -48,8 +48,8 @@ def pointers(gpu: GPU, *matrices: Tensor) -> None:
 
 
 def check_errors(gpu: GPU, count: int) -> None:
-    """Allocate for _linalg_check_errors, which makes a single code a flag first."""
-    borrow(gpu, *[1, 1] if count == 1 else [1])
+    """Allocate for _linalg_check_errors, which makes a single code a flag first, and reads one."""
+    borrow(gpu, *[1, 1] if count == 1 else [1], is_read=True)
 
 
 def _solve(gpu: GPU, operator: str, routine: str, A: Tensor, times: int = 1) -> None:
@@ -230,6 +230,8 @@ def decompose(
                 _solve(gpu, "linalg_svd", "gesvdj", A)
             else:
                 leave_out(gpu, "linalg_svd")
+        if driver != "gesvd":
+            gpu.copies()  # whether it converged (_check_gesvdj_convergence)
         check_errors(gpu, count)
 
 
@@ -265,7 +267,7 @@ def _is_finite(gpu: GPU, self: Tensor) -> None:
         scratch.drop(equal, unequal, sizes)
     if self.is_complex():
         scratch.drop(finite)
-    borrow(gpu, 1)
+    borrow(gpu, 1, is_read=True)
 
 
 _ON_DEVICE = (2, 10)
@@ -293,7 +295,7 @@ def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> 
     borrow(gpu, 0 if is_by_columns(self) else self.nbytes)
     if is_real:
         flags = scratch.take(values.numel())
-        borrow(gpu, 1)
+        borrow(gpu, 1, is_read=True)
         scratch.drop(flags, real_vectors, parts)
     yield values
     if vectors is not None:

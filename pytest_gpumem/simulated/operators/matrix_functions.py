@@ -48,6 +48,7 @@ def matrix_exp(gpu: GPU, self: Tensor) -> Tensor:
     del where, sums, absolute
     values = gpu.simulation.values
     known = values.known(self)
+    gpu.copies()
     if known is None:
         raise UnknownValueError(values.refusal(f"matrix_exp at {user_line()} reads"))
     with torch._C._DisableTorchDispatch():

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.gpu.device import GpuState
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Scratch, borrow
 
 
-def stage_upload(gpu: GpuState, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+def stage_upload(gpu: GPU, target: Tensor, source: Tensor, non_blocking: bool) -> None:
     """Allocate the temporary of ``target.copy_(source)`` from the host.
 
     The host converts its data first, unless the copy does not block.
@@ -35,7 +35,7 @@ def stage_upload(gpu: GpuState, target: Tensor, source: Tensor, non_blocking: bo
     borrow(gpu, target.numel() * sent.element_size())
 
 
-def stage_download(gpu: GpuState, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+def stage_download(gpu: GPU, target: Tensor, source: Tensor, non_blocking: bool) -> None:
     """Allocate the temporaries of ``target.copy_(source)`` to the host."""
     if source.layout is not torch.strided:
         return
@@ -43,7 +43,7 @@ def stage_download(gpu: GpuState, target: Tensor, source: Tensor, non_blocking: 
     _download(gpu, source, target.dtype, target.shape, is_one_stretch, non_blocking)
 
 
-def stage_move(gpu: GpuState, source: Tensor, options: dict[str, Any]) -> None:
+def stage_move(gpu: GPU, source: Tensor, options: dict[str, Any]) -> None:
     """Allocate the temporaries of ``source.to("cpu", **options)``; a copy keeps a dense layout."""
     wanted = options.get("memory_format") or torch.preserve_format
     if wanted is torch.preserve_format:
@@ -55,7 +55,7 @@ def stage_move(gpu: GpuState, source: Tensor, options: dict[str, Any]) -> None:
 
 
 def _download(
-    gpu: GpuState,
+    gpu: GPU,
     source: Tensor,
     dtype: torch.dtype,
     shape: torch.Size,
