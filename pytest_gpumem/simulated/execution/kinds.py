@@ -273,8 +273,16 @@ def _stage(
 
 def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
     """Return a handler that runs ``func``, of lists of tensors, on one GPU after the other."""
-    placement = runner.machine.placement
-    return handler if placement is None else placement.device_by_device(handler)
+    placement, alone = runner.machine.placement, _ALONE.get(_name(func))
+    handle = None if alone is None else of_parts(runner, alone)
+    return handler if placement is None else placement.device_by_device(handler, handle)
+
+
+_ALONE: dict[str, Callable[..., Any]] = {
+    "aten::_foreach_norm": torch.linalg.vector_norm,
+    "aten::_foreach_max": torch.max,
+}
+"""What reduces one tensor where several are on different GPUs (native/ForeachOpsKernels.cpp)."""
 
 
 def _name(func: Any) -> str:

@@ -49,17 +49,18 @@ def _converted(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> Scratch:
         return scratch
     count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
     for index in given:
-        if _on_cpu(index):
+        if _is_elsewhere(gpu, index):
             scratch.take(count * index.element_size())
+        if _on_cpu(index):
             gpu.copies()
     for index in given:
         if index.dtype == torch.int32:
             scratch.take(count * INDEX_BYTES)
-    _in_step(scratch, given)
+    _in_step(gpu, scratch, given)
     return scratch
 
 
-def _in_step(scratch: Scratch, given: list[Tensor]) -> None:
+def _in_step(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> None:
     """Allocate as AdvancedIndex: indices that are broadcast differently become contiguous."""
     if len(given) < 2:
         return
@@ -70,7 +71,7 @@ def _in_step(scratch: Scratch, given: list[Tensor]) -> None:
         own = [
             0 if size == 1 else step for size, step in zip(index.shape, index.stride(), strict=True)
         ]
-        is_moved = index.dtype == torch.int32 or _on_cpu(index)
+        is_moved = index.dtype == torch.int32 or _is_elsewhere(gpu, index)
         strides.append(dense if is_moved else (*[0] * (len(shape) - index.dim()), *own))
     if len(set(strides)) == 1:
         return
@@ -94,12 +95,21 @@ def _on_cpu(index: Tensor) -> bool:
     return not raw.is_meta(index)
 
 
-def _before_index_put(
-    gpu: GPU, indices: _Indices, values: Tensor, accumulate: bool
-) -> Scratch | None:
+def _home(gpu: GPU, index: Tensor) -> GPU:
+    """Return the GPU that an index is on, ``gpu`` for one of the host."""
+    record = gpu.simulation.storages.of(index)
+    return gpu if record is None else gpu.simulation.device(record.device.index)
+
+
+def _is_elsewhere(gpu: GPU, index: Tensor) -> bool:
+    return _on_cpu(index) or _home(gpu, index) is not gpu
+
+
+def _moved(gpu: GPU, indices: _Indices, values: Tensor, accumulate: bool) -> Scratch:
+    """Allocate what an index_put brings to the GPU; a result has been copied before."""
     storages = gpu.simulation.storages
     if is_masked_fill(storages, indices, values, accumulate):
-        return None
+        return Scratch(gpu)
     given = _given(gpu, indices)
     scratch = Scratch(gpu, values.element_size() if _is_number(storages, values) else 0)
     if _on_cpu(values):
@@ -152,6 +162,7 @@ def _put_sorted(
     are_checked: bool = True,
 ) -> None:
     """Allocate as index_put_with_sort_kernel does, step by step."""
+    moved = _moved(gpu, indices, values, accumulate)
     given = _given(gpu, indices)
     # It is not known which elements a mask selects, and so not how many indices there are.
     if not given or any(index.dtype in _FLAGS for index in given):
@@ -168,10 +179,13 @@ def _put_sorted(
     shape = torch.broadcast_shapes(*(index.shape for index in given))
     count = shape.numel()
     for at, index in enumerate(given):
+        home = _home(gpu, index)
         if are_checked and count and not _on_cpu(index):
-            _check(gpu, count, is_copied=index.shape != shape or not index.is_contiguous())
-        # An index on the CPU is wrapped and scaled there, and then copied to the device.
-        wrapped = 0 if _on_cpu(index) else scratch.take(count * INDEX_BYTES)
+            _check(home, count, is_copied=index.shape != shape or not index.is_contiguous())
+        # An index is wrapped and scaled where it is, and then copied to the device.
+        wrapped = 0 if _is_elsewhere(gpu, index) else scratch.take(count * INDEX_BYTES)
+        if home is not gpu:
+            borrow(home, count * INDEX_BYTES, count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
         if _on_cpu(index):
             gpu.copies()
@@ -189,6 +203,8 @@ def _put_sorted(
     bits = cub.bits_of(self.numel() // math.prod(self.shape[places[-1] + 1 :]) - 1)
     capability = gpu.model.compute_capability
     borrow(gpu, cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
+    scratch.free()
+    moved.free()
 
 
 def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
@@ -358,8 +374,8 @@ RULES = {
         before=lambda gpu, indices: _converted(gpu, Scratch(gpu), _given(gpu, indices))
     ),
     "_padded_dense_to_jagged_forward": Rule(outputs=_made_twice),
-    "_unsafe_index_put": Rule(before=_before_index_put, after=_put_sorted),
-    "index_put_ index_put _index_put_impl_": Rule(before=_before_index_put, after=_index_put),
+    "_unsafe_index_put": Rule(after=_put_sorted),
+    "index_put_ index_put _index_put_impl_": Rule(after=_index_put),
     "nonzero": Rule(before=count_set, after=_place_set),
     "where": Rule(before=_where),
     "index_fill index_fill_": Rule(before=_before_fill),
