@@ -237,10 +237,7 @@ def factory(runner: Runner, func: Any) -> Handler:
             record = runner.storages.of(args[0]) if copies else None
             if record is not None and record.nbytes:
                 machine.kernel_wrote()  # adds a node to a capture
-                gpu = machine.device(record.device.index)
-                transfers.stage_move(gpu, args[0], kwargs)
-                if not kwargs.get("non_blocking"):
-                    gpu.copies()
+                transfers.stage_move(machine.device(record.device.index), args[0], kwargs)
             moved = runner.values.on_host(operator, args, {**kwargs, "device": raw.CPU})
             if moved is None:
                 moved = runner.run_on_host(operator, args, {**kwargs, "device": raw.META})
@@ -270,10 +267,7 @@ def factory(runner: Runner, func: Any) -> Handler:
         else:
             runner.storages.mark_host_scalars([result])
         if copies and runner.storages.of(args[0]) is None:
-            non_blocking = bool(kwargs.get("non_blocking"))
-            transfers.stage_upload(device, result, args[0], non_blocking)
-            if result.numel():
-                device.copies(args[0], result, non_blocking=non_blocking)
+            transfers.stage_upload(device, result, args[0], bool(kwargs.get("non_blocking")))
         if rule is not None:
             Call(rule, device, args, kwargs).end(result)
         runner.values.make(operator, args, kwargs, result)

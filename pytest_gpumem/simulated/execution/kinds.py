@@ -180,9 +180,8 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
 def _is_countable(runner: Runner, index: torch.Tensor | None) -> bool:
     if index is None or not _is_mask(index) or not raw.is_meta(index):
         return True
-    if runner.machine.capture is not None:
-        return True  # to count fails
-    return runner.values.of(index) is not None
+    # In a capture the attempt to count fails.
+    return runner.values.of(index) is not None or runner.machine.capture is not None
 
 
 def _is_mask(index: Any) -> bool:
@@ -257,32 +256,27 @@ def _stage(
     machine.kernel_wrote()  # adds a node to a capture
     to, of = runner.storages.of(target), runner.storages.of(source)
     if to is not None and of is None:
-        gpu, host, other = machine.device(to.device.index), source, target
-        transfers.stage_upload(gpu, target, source, non_blocking)
+        transfers.stage_upload(machine.device(to.device.index), target, source, non_blocking)
     elif of is not None and to is None:
-        gpu, host, other = machine.device(of.device.index), target, source
+        gpu = machine.device(of.device.index)
         transfers.stage_download(gpu, target, source, non_blocking)
-    else:
-        return
-    if target.numel():
-        gpu.copies(host, other, non_blocking=non_blocking)
-    is_seen = non_blocking and host is target and not machine.streams.is_capturing(gpu.index)
-    if is_seen and not _is_pinned(machine, host):
-        machine.streams.timeline.finish_stream((gpu.index, gpu.stream))
+        if non_blocking and not (_is_pinned(machine, target) or machine.capture):
+            gpu.waits(by_torch=False)
 
 
 def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
     """Return a handler that runs ``func``, of lists of tensors, on one GPU after the other."""
     placement, alone = runner.machine.placement, _ALONE.get(_name(func))
-    handle = None if alone is None else of_parts(runner, alone)
-    return handler if placement is None else placement.device_by_device(handler, handle)
+    if placement is None:
+        return handler
+    return placement.device_by_device(handler, of_parts(runner, alone) if alone else None)
 
 
 _ALONE: dict[str, Callable[..., Any]] = {
     "aten::_foreach_norm": torch.linalg.vector_norm,
     "aten::_foreach_max": torch.max,
 }
-"""What reduces one tensor where several are on different GPUs (native/ForeachOpsKernels.cpp)."""
+"""Reductions of one tensor, for lists on several GPUs (native/ForeachOpsKernels.cpp)."""
 
 
 def _name(func: Any) -> str:

@@ -166,17 +166,14 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
     is_first = any(argument.name == "dropout_p" for argument in func._schema.arguments)
     is_first = is_first and "flash" not in func._schema.name
 
-    def drawn(args: Args, kwargs: Kwargs) -> None:
-        if draws(args, kwargs):
-            machine.current.draw(kwargs.get("generator"))
-
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if machine.streams.captures:
-            if is_first:
-                drawn(args, kwargs)
+            is_drawn, generator = draws(args, kwargs), kwargs.get("generator")
+            if is_drawn and is_first:
+                machine.current.draw(generator)
             result = handler(args, kwargs)
-            if not is_first:
-                drawn(args, kwargs)
+            if is_drawn:
+                machine.current.draw(generator)
             return result
         if unfilled is not None and machine.leaves_unfilled:
             left = unfilled(args, kwargs)

@@ -58,22 +58,17 @@ class GPU(GpuState):
         return self.simulation.streams.current(self.index)
 
     def waits(self, *, by_torch: bool = True) -> None:
-        """Make the host wait for the stream that work goes to, as for a value that it reads.
-
-        Where not ``by_torch`` but a library waits, torch's debug mode says nothing.
-        """
+        """Make the host wait for the current stream; torch's debug mode sees its own waits."""
         self.simulation.streams.host_waits(self.index, by_torch=by_torch)
 
-    def copies(
-        self, host: Tensor | None = None, other: Tensor | None = None, *, non_blocking: bool = False
-    ) -> None:
-        """Wait for a copy between the GPU and ``host``, by default pageable memory, if it blocks.
+    def copies(self, *pair: Tensor, non_blocking: bool = False) -> None:
+        """Wait for a copy between the host's and the GPU's tensor of a ``pair``, if it blocks.
 
-        Raises torch's ``RuntimeError`` in a capture, where that memory has to be pinned: since 2.11
-        (PyTorch #172156), copy_kernel_cuda of aten/src/ATen/native/cuda/Copy.cu.
+        Raises torch's ``RuntimeError`` in a capture, unless the memory of the host is pinned: since
+        2.11 (PyTorch #172156), copy_kernel_cuda of aten/src/ATen/native/cuda/Copy.cu.
         """
         machine = self.simulation
-        is_sent = host is not None and machine.pinned.is_sent(host, other, non_blocking)
+        is_sent = bool(pair) and machine.pinned.is_sent(*pair, non_blocking=non_blocking)
         if not is_sent and self.version >= (2, 11) and machine.streams.is_capturing(self.index):
             raise RuntimeError(
                 "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU "

@@ -76,10 +76,7 @@ class Placement(Generic[_D]):
         return next((self._gpus[record.device.index] for record in found), None)
 
     def device_by_device(self, handler: Handler, alone: Handler | None) -> Handler:
-        """Return a handler that runs a ``_foreach_`` operator by device, as CUDA's slow path.
-
-        That runs a reduction ``alone`` for each tensor.
-        """
+        """Return a handler of ``_foreach_`` operators by GPU, of reductions ``alone`` by tensor."""
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
             positions: dict[GpuState | None, list[int]] = {}

@@ -60,16 +60,11 @@ def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None
         borrow(gpu, count * others, count)
 
 
-def _element(gpu: GPU, element: float | None = None) -> Scratch | None:
-    """Allocate for a number, which becomes a tensor of 64 bits."""
-    return None if element is None else Scratch(gpu, 8)
-
-
 def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scratch | None:
     """Allocate for a number, and for the check of the places in ``sorter``."""
     scratch = None if isinstance(self, Tensor) else Scratch(gpu, 8)
     if sorter is not None and sorter.numel():
-        _extremes(gpu, sorter)
+        _read_extremes(gpu, Scratch(gpu), sorter)
     return scratch
 
 
@@ -198,25 +193,22 @@ def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
     scratch = Scratch(gpu)
     if weights is not None and weights.dtype not in (torch.float32, torch.float64):
         scratch.take(weights.numel() * torch.float64.itemsize)
-    if self.numel() and gpu.version >= _BINS_BY_BOTH_SINCE:
-        _read_both(gpu, scratch, self)
-    elif self.numel():
-        _extremes(gpu, self, 1 if self.dtype == torch.uint8 else 2)
+    if self.numel():
+        apart = 1 if self.dtype == torch.uint8 else 2
+        _read_extremes(gpu, scratch, self, 0 if gpu.version >= _BINS_BY_BOTH_SINCE else apart)
     return scratch
 
 
-def _read_both(gpu: GPU, scratch: Scratch, tensor: Tensor) -> None:
-    """Allocate both extremes at once, which the host reads."""
-    scratch.take(tensor.element_size(), tensor.element_size())
-    reductions.reduce_whole(gpu, tensor, reductions.TWO_VALUES)
-    gpu.waits()
-
-
-def _extremes(gpu: GPU, tensor: Tensor, count: int = 2) -> None:
-    for _ in range(count):
-        with Scratch(gpu, tensor.element_size()):
+def _read_extremes(gpu: GPU, scratch: Scratch, tensor: Tensor, apart: int = 0) -> None:
+    """Allocate what the host reads: both extremes at once, or so many one after the other."""
+    size = tensor.element_size()
+    if not apart:
+        scratch.take(size, size)
+        reductions.reduce_whole(gpu, tensor, reductions.TWO_VALUES)
+    for _ in range(apart):
+        with Scratch(gpu, size):
             reductions.reduce_whole(gpu, tensor, reductions.VALUES)
-            gpu.waits()
+    gpu.waits()
 
 
 def _zero_points(gpu: GPU, zero_point: Tensor) -> None:
@@ -226,12 +218,9 @@ def _zero_points(gpu: GPU, zero_point: Tensor) -> None:
 
 
 def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
-    if min != max or not self.numel():
-        return
-    if gpu.version >= BOTH_EXTREMES_SINCE:
-        _read_both(gpu, Scratch(gpu), self)
-    else:
-        _extremes(gpu, self)
+    if min == max and self.numel():
+        apart = 0 if gpu.version >= BOTH_EXTREMES_SINCE else 2
+        _read_extremes(gpu, Scratch(gpu), self, apart)
 
 
 def _static(gpu: GPU, self: Tensor, size: int) -> None:
@@ -253,7 +242,10 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
 
 RULES = {
     "_assert_async": Rule(before=_assert),
-    "isin": Rule(before=_element, after=_isin),
+    # A number becomes a tensor of 64 bits.
+    "isin": Rule(
+        before=lambda gpu, element=None: None if element is None else Scratch(gpu, 8), after=_isin
+    ),
     "fake_quantize_per_channel_affine_cachemask": Rule(before=_zero_points),
     "searchsorted bucketize": Rule(before=_number, after=_search),
     "nonzero_static": Rule(after=_static),

@@ -147,10 +147,6 @@ def _in(nodes: str, operator: OpOverload) -> InPlace:
     return lambda args, node: operator if node in names else None
 
 
-def _difference(args: Args, node: str) -> OpOverload | None:
-    return _aten.sub_.Tensor if node == _LOGITS and not torch.is_grad_enabled() else None
-
-
 _SELECTIONS = (
     "MaxBackward0 MinBackward0 TopkBackward0 SortBackward0 SortBackward1 KthvalueBackward0 "
     "MedianBackward1 NanmedianBackward1 ModeBackward0"
@@ -208,7 +204,9 @@ IN_PLACE: dict[str, InPlace] = {
         "" if _SINCE_2_14 else "ClampBackward0", _aten.logical_or_.default
     ),
     "aten.masked_fill.Scalar": _in(_CHOICES, _aten.masked_fill_.Scalar),
-    "aten.sub.Tensor": _difference,
+    "aten.sub.Tensor": lambda args, node: (
+        _aten.sub_.Tensor if node == _LOGITS and not torch.is_grad_enabled() else None
+    ),
     "aten.mul.Tensor": _product,
 }
 """By overload: which in-place operator CUDA runs instead, given arguments and node."""
@@ -240,9 +238,8 @@ def cumprod_backward(gpu: GPU, grad: Tensor, input: Tensor, dim: int, output: Te
         return grad
     weighted = output.conj() * grad
     is_zero = input == 0
-    any_zero = is_zero.any()
+    is_zero.any()
     gpu.waits()
-    del any_zero
     # C++ keeps the temporaries of an expression until its end.
     flipped = weighted.flip(dim)
     summed = flipped.cumsum(dim)

@@ -53,9 +53,10 @@ def check_errors(gpu: GPU, count: int) -> None:
 
 
 def _solve(gpu: GPU, operator: str, routine: str, A: Tensor, times: int = 1) -> None:
-    """Call :func:`solve_with` for matrices like those of ``A``."""
+    """Call :func:`solve_with` for matrices like those of ``A``, unless they have no elements."""
     rows, columns = A.shape[-2:]
-    solve_with(gpu, operator, routine, rows, columns, A.element_size(), times)
+    if A.numel():
+        solve_with(gpu, operator, routine, rows, columns, A.element_size(), times)
 
 
 # Triangles: P, L and U.
@@ -127,13 +128,8 @@ def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
 def _cholesky(gpu: GPU, self: Tensor) -> None:
     if count_of(self) > 1 and self.numel():
         borrow(gpu, count_of(self) * INDEX_BYTES)
-    elif self.numel():
+    else:
         _solve(gpu, "linalg_cholesky_ex", "potrf", self)
-
-
-def _symmetric_factors(gpu: GPU, self: Tensor) -> None:
-    if self.numel():
-        _solve(gpu, "linalg_ldl_factor_ex", "sytrf", self)
 
 
 def _cholesky_at_once(gpu: GPU, self: Tensor) -> None:
@@ -279,6 +275,9 @@ def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> 
 
     Real matrices have real vectors first, and the parts of values. MAGMA has these on the host.
     """
+    leave_out(gpu, "linalg_eigvals" if vectors is None else "linalg_eig")
+    if vectors is not None:
+        _is_finite(gpu, self)
     if gpu.version < _ON_DEVICE:
         yield values
         if vectors is not None:
@@ -305,17 +304,6 @@ def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> 
     scratch.drop(codes)
 
 
-def _eigen(gpu: GPU, self: Tensor, result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
-    leave_out(gpu, "linalg_eig")
-    _is_finite(gpu, self)
-    return _general(gpu, self, *result)
-
-
-def _eigenvalues(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
-    leave_out(gpu, "linalg_eigvals")
-    return _general(gpu, self, result, None)
-
-
 def _keeps_vectors(matrices: Tensor) -> bool:
     """Return whether a gradient of the values needs vectors; on ``meta`` they are always made."""
     return (matrices.requires_grad and torch.is_grad_enabled()) or is_dual(matrices)
@@ -334,9 +322,11 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
 }
 
 RULES = {
-    "linalg_ldl_factor_ex": Rule(after=_symmetric_factors),
+    "linalg_ldl_factor_ex": Rule(
+        after=lambda gpu, self: _solve(gpu, "linalg_ldl_factor_ex", "sytrf", self)
+    ),
     "_linalg_check_errors": Rule(after=lambda gpu, info: check_errors(gpu, info.numel())),
-    "_linalg_eigvals": Rule(outputs=_eigenvalues),
+    "_linalg_eigvals": Rule(outputs=lambda gpu, self, result: _general(gpu, self, result, None)),
     # vectors, if there are any, and values
     "_linalg_eigh": Rule(
         outputs=lambda result: result[::-1] if result[1].numel() else result[:1], after=_symmetric
@@ -346,7 +336,7 @@ RULES = {
     "cholesky": Rule(after=_cholesky_at_once),
     "geqrf": Rule(after=lambda gpu, result: reflect(gpu, result[0], result[1], "geqrf")),
     "linalg_cholesky_ex": Rule(after=_cholesky),
-    "linalg_eig": Rule(outputs=_eigen),
+    "linalg_eig": Rule(outputs=lambda gpu, self, result: _general(gpu, self, *result)),
     "linalg_householder_product": Rule(after=_from_reflections),
     "linalg_lu": Rule(after=_lu),
     "linalg_lu_factor_ex": Rule(

@@ -49,7 +49,7 @@ def _converted(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> Scratch:
         return scratch
     count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
     for index in given:
-        if _is_elsewhere(gpu, index):
+        if _home(gpu, index) is not gpu:
             scratch.take(count * index.element_size())
         if _on_cpu(index):
             gpu.copies()
@@ -71,7 +71,7 @@ def _in_step(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> None:
         own = [
             0 if size == 1 else step for size, step in zip(index.shape, index.stride(), strict=True)
         ]
-        is_moved = index.dtype == torch.int32 or _is_elsewhere(gpu, index)
+        is_moved = index.dtype == torch.int32 or _home(gpu, index) is not gpu
         strides.append(dense if is_moved else (*[0] * (len(shape) - index.dim()), *own))
     if len(set(strides)) == 1:
         return
@@ -95,14 +95,10 @@ def _on_cpu(index: Tensor) -> bool:
     return not raw.is_meta(index)
 
 
-def _home(gpu: GPU, index: Tensor) -> GPU:
-    """Return the GPU that an index is on, ``gpu`` for one of the host."""
+def _home(gpu: GPU, index: Tensor) -> GPU | None:
+    """Return the GPU that an index is on, ``None`` for the host."""
     record = gpu.simulation.storages.of(index)
-    return gpu if record is None else gpu.simulation.device(record.device.index)
-
-
-def _is_elsewhere(gpu: GPU, index: Tensor) -> bool:
-    return _on_cpu(index) or _home(gpu, index) is not gpu
+    return None if record is None else gpu.simulation.device(record.device.index)
 
 
 def _moved(gpu: GPU, indices: _Indices, values: Tensor, accumulate: bool) -> Scratch:
@@ -180,14 +176,14 @@ def _put_sorted(
     count = shape.numel()
     for at, index in enumerate(given):
         home = _home(gpu, index)
-        if are_checked and count and not _on_cpu(index):
+        if are_checked and count and home is not None:
             _check(home, count, is_copied=index.shape != shape or not index.is_contiguous())
         # An index is wrapped and scaled where it is, and then copied to the device.
-        wrapped = 0 if _is_elsewhere(gpu, index) else scratch.take(count * INDEX_BYTES)
-        if home is not gpu:
+        wrapped = scratch.take(count * INDEX_BYTES) if home is gpu else 0
+        if home is not None and home is not gpu:
             borrow(home, count * INDEX_BYTES, count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
-        if _on_cpu(index):
+        if home is None:
             gpu.copies()
         scratch.drop(wrapped, *[scaled] * bool(at))
     scratch.drop(*widened)

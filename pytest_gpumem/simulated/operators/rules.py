@@ -158,10 +158,7 @@ class Scratch:
 
 
 def borrow(gpu: GPU, *sizes: int, is_read: bool = False) -> None:
-    """Allocate ``sizes`` bytes one after the other, then free them, newest first.
-
-    With ``is_read`` the host waits meanwhile, for what it reads there.
-    """
+    """Allocate ``sizes`` bytes in turn, then free them, newest first; the host waits for a read."""
     with Scratch(gpu, *sizes):
         if is_read:
             gpu.waits()

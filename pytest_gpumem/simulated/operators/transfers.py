@@ -1,5 +1,7 @@
 """Copies between host and GPU: staged unless both sides are one stretch of memory.
 
+The host waits for those that block.
+
 Source: aten/src/ATen/native/cuda/Copy.cu (copy_requires_temporaries, copy_kernel_cuda) and
 native/TensorConversions.cpp (_to_copy), of torch 2.6 to 2.15. Copies between GPUs that reach each
 other's memory, and copies on one GPU, take nothing. Of sparse tensors the parts
@@ -27,12 +29,11 @@ def stage_upload(gpu: GPU, target: Tensor, source: Tensor, non_blocking: bool) -
     if target.layout is not torch.strided or not target.numel():
         return
     converts = target.dtype != source.dtype
-    if not converts and _are_one_stretch(target, source):
-        return
-    if target.is_contiguous() and not (converts and non_blocking):
-        return
-    sent = source if non_blocking else target
-    borrow(gpu, target.numel() * sent.element_size())
+    is_direct = not converts and _are_one_stretch(target, source)
+    if not is_direct and (not target.is_contiguous() or (converts and non_blocking)):
+        sent = source if non_blocking else target
+        borrow(gpu, target.numel() * sent.element_size())
+    gpu.copies(source, target, non_blocking=non_blocking)
 
 
 def stage_download(gpu: GPU, target: Tensor, source: Tensor, non_blocking: bool) -> None:
@@ -41,6 +42,8 @@ def stage_download(gpu: GPU, target: Tensor, source: Tensor, non_blocking: bool)
         return
     is_one_stretch = _are_one_stretch(target, source)
     _download(gpu, source, target.dtype, target.shape, is_one_stretch, non_blocking)
+    if target.numel():
+        gpu.copies(target, source, non_blocking=non_blocking)
 
 
 def stage_move(gpu: GPU, source: Tensor, options: dict[str, Any]) -> None:
@@ -52,6 +55,8 @@ def stage_move(gpu: GPU, source: Tensor, options: dict[str, Any]) -> None:
         kept = source.is_contiguous(memory_format=wanted)
     dtype, non_blocking = options.get("dtype") or source.dtype, bool(options.get("non_blocking"))
     _download(gpu, source, dtype, source.shape, kept, non_blocking)
+    if not non_blocking:
+        gpu.copies()
 
 
 def _download(
