@@ -54,9 +54,8 @@ def check_errors(gpu: GPU, count: int) -> None:
 
 def _solve(gpu: GPU, operator: str, routine: str, A: Tensor, times: int = 1) -> None:
     """Call :func:`solve_with` for matrices like those of ``A``, unless they have no elements."""
-    rows, columns = A.shape[-2:]
     if A.numel():
-        solve_with(gpu, operator, routine, rows, columns, A.element_size(), times)
+        solve_with(gpu, operator, routine, A.shape[-2], A.shape[-1], A.element_size(), times)
 
 
 # Triangles: P, L and U.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -346,13 +345,13 @@ def one_hot(self: Tensor, num_classes: int) -> Tensor:
     return result.scatter_(-1, self.unsqueeze(-1), 1)
 
 
-def _before_fill(gpu: GPU, value: Any) -> None:
+def _before_fill(gpu: GPU, value: Tensor | float) -> None:
     """Make the host wait for a number that is on the GPU."""
     if isinstance(value, Tensor) and value.is_cuda:
         gpu.waits()
 
 
-def _filled(fill: Any, gpu: GPU, self: Tensor, mask: Tensor, value: Tensor) -> Any:
+def _filled(fill: Composite, gpu: GPU, self: Tensor, mask: Tensor, value: Tensor) -> object:
     _before_fill(gpu, value)
     return fill(self, mask, 0)
 
