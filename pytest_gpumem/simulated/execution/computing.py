@@ -241,9 +241,7 @@ def factory(runner: Runner, func: Any) -> Handler:
             record = runner.storages.of(args[0]) if copies else None
             if record is not None and record.nbytes:
                 machine.kernel_wrote()  # adds a node to a capture
-                transfers.stage_move(record.device, args[0], kwargs)
-                if not kwargs.get("non_blocking"):
-                    machine.streams.host_waits(record.device.index)
+                transfers.stage_move(machine.device(record.device.index), args[0], kwargs)
             moved = runner.values.on_host(operator, args, {**kwargs, "device": raw.CPU})
             if moved is None:
                 moved = runner.run_on_host(operator, args, {**kwargs, "device": raw.META})
@@ -273,10 +271,7 @@ def factory(runner: Runner, func: Any) -> Handler:
         else:
             runner.storages.mark_host_scalars([result])
         if copies and runner.storages.of(args[0]) is None:
-            non_blocking = bool(kwargs.get("non_blocking"))
-            transfers.stage_upload(device, result, args[0], non_blocking)
-            if not non_blocking and result.numel():
-                machine.streams.host_waits(device.index)
+            transfers.stage_upload(device, result, args[0], bool(kwargs.get("non_blocking")))
         if rule is not None:
             Call(rule, device, args, kwargs).end(result)
         runner.values.make(operator, args, kwargs, result)

@@ -114,7 +114,7 @@ def read(runner: Runner, func: Any) -> Handler:
             unseen = comparisons.equal_unseen(*args)
             if unseen is not None:
                 return unseen
-        machine.streams.host_waits(machine.current_index)
+        machine.current.waits()
         value = runner.values.computed(operator, args, kwargs)
         if value is None and func is torch.ops.aten._local_scalar_dense.default:
             value = machine.placeholder_value(args[0])
@@ -180,7 +180,8 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
 def _is_countable(runner: Runner, index: torch.Tensor | None) -> bool:
     if index is None or not _is_mask(index) or not raw.is_meta(index):
         return True
-    return runner.values.of(index) is not None
+    # In a capture the attempt to count fails.
+    return runner.values.of(index) is not None or runner.machine.capture is not None
 
 
 def _is_mask(index: Any) -> bool:
@@ -251,27 +252,31 @@ def _stage(
     synchronization behavior").
     """
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-    machine, streams = runner.machine, runner.machine.streams
+    machine = runner.machine
     machine.kernel_wrote()  # adds a node to a capture
     to, of = runner.storages.of(target), runner.storages.of(source)
     if to is not None and of is None:
-        index, is_pinned = to.device.index, True
-        transfers.stage_upload(to.device, target, source, non_blocking)
+        transfers.stage_upload(machine.device(to.device.index), target, source, non_blocking)
     elif of is not None and to is None:
-        index, is_pinned = of.device.index, _is_pinned(machine, target)
-        transfers.stage_download(of.device, target, source, non_blocking)
-    else:
-        return
-    if not non_blocking and target.numel():
-        streams.host_waits(index)
-    elif not is_pinned and not streams.is_capturing(index):
-        streams.timeline.finish_stream((index, streams.current(index)))
+        gpu = machine.device(of.device.index)
+        transfers.stage_download(gpu, target, source, non_blocking)
+        if non_blocking and not (_is_pinned(machine, target) or machine.capture):
+            gpu.waits(by_torch=False)
 
 
 def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
     """Return a handler that runs ``func``, of lists of tensors, on one GPU after the other."""
-    placement = runner.machine.placement
-    return handler if placement is None else placement.device_by_device(handler)
+    placement, alone = runner.machine.placement, _ALONE.get(_name(func))
+    if placement is None:
+        return handler
+    return placement.device_by_device(handler, of_parts(runner, alone) if alone else None)
+
+
+_ALONE: dict[str, Callable[..., Any]] = {
+    "aten::_foreach_norm": torch.linalg.vector_norm,
+    "aten::_foreach_max": torch.max,
+}
+"""Reductions of one tensor, for lists on several GPUs (native/ForeachOpsKernels.cpp)."""
 
 
 def _name(func: Any) -> str:

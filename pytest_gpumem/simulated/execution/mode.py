@@ -158,25 +158,22 @@ SMALLEST = 1 << 16
 def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) -> Handler:
     """Wrap a random operator: in a capture it may allocate a generator's state, after its results.
 
-    Fused attention does so first. On the CPU, large tensors may stay unfilled, if ``machine``
-    leaves them so.
+    Memory efficient attention and cuDNN's do so first, flash attention in its rule. On the CPU,
+    large tensors may stay unfilled, if ``machine`` leaves them so.
     """
     unfilled = _UNFILLED.get(func)
     draws = _draws(func)
     is_first = any(argument.name == "dropout_p" for argument in func._schema.arguments)
-
-    def drawn(args: Args, kwargs: Kwargs) -> None:
-        capture = machine.capture
-        if draws(args, kwargs) and capture is not None and capture.graph is not None:
-            capture.graph.use_random_operator(machine.current, kwargs.get("generator"))
+    is_first = is_first and "flash" not in func._schema.name
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if machine.streams.captures:
-            if is_first:
-                drawn(args, kwargs)
+            is_drawn, generator = draws(args, kwargs), kwargs.get("generator")
+            if is_drawn and is_first:
+                machine.current.draw(generator)
             result = handler(args, kwargs)
-            if not is_first:
-                drawn(args, kwargs)
+            if is_drawn:
+                machine.current.draw(generator)
             return result
         if unfilled is not None and machine.leaves_unfilled:
             left = unfilled(args, kwargs)

@@ -80,7 +80,8 @@ def refuse_mixed(func: Any, tensors: Sequence[Placed]) -> None:
         return
     name = func._schema.name.removesuffix("_")
     indices = {each.device for each in tensors if each.name == "indices"}
-    if name in INDEXING and indices - {"cpu", HOST_SCALAR, tensors[0].device}:
+    puts = "put" in name
+    if name in INDEXING and not puts and indices - {"cpu", HOST_SCALAR, tensors[0].device}:
         raise RuntimeError(indices_elsewhere(tensors[0].device))
     if "meta" not in devices and name.startswith(_ANYWHERE):
         return
@@ -95,7 +96,7 @@ def refuse_mixed(func: Any, tensors: Sequence[Placed]) -> None:
         compared = [
             each
             for each in compared
-            if not (each.is_scalar or (indexes and (each.name, each.device) == ("indices", "cpu")))
+            if not (each.is_scalar or (indexes and each.name == "indices"))
         ]
     common = next(each.device for each in compared if each.device != "cpu")
     other = next((each for each in compared if each.device != common), None)

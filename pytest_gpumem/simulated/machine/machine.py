@@ -20,6 +20,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common import raw
@@ -55,6 +56,33 @@ class GPU(GpuState):
     def stream(self) -> int:
         """The handle of the stream that work goes to now."""
         return self.simulation.streams.current(self.index)
+
+    def waits(self, *, by_torch: bool = True) -> None:
+        """Make the host wait for the current stream; torch's debug mode sees its own waits."""
+        self.simulation.streams.host_waits(self.index, by_torch=by_torch)
+
+    def copies(self, *pair: Tensor, non_blocking: bool = False) -> None:
+        """Wait for a copy between the host's and the GPU's tensor of a ``pair``, if it blocks.
+
+        Raises torch's ``RuntimeError`` in a capture, unless the memory of the host is pinned: since
+        2.11 (PyTorch #172156), copy_kernel_cuda of aten/src/ATen/native/cuda/Copy.cu.
+        """
+        machine = self.simulation
+        is_sent = bool(pair) and machine.pinned.is_sent(*pair, non_blocking=non_blocking)
+        if not is_sent and self.version >= (2, 11) and machine.streams.is_capturing(self.index):
+            raise RuntimeError(
+                "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU "
+                "tensor is pinned. Please use tensor.pin_memory() or allocate the tensor with "
+                "pin_memory=True."
+            )
+        if not non_blocking:
+            self.waits()
+
+    def draw(self, generator: torch.Generator | None = None) -> None:
+        """Make what a capture needs for its first random operator."""
+        capture = self.simulation.capture
+        if capture is not None and capture.graph is not None:
+            capture.graph.use_random_operator(self, generator)
 
     @property
     def environment(self) -> Environment:

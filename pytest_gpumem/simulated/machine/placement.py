@@ -40,6 +40,8 @@ class Placement(Generic[_D]):
     def of(self, name: str, args: Args, kwargs: Kwargs) -> _D:
         """Return the GPU of an operator's tensors; raise torch's error for tensors of two GPUs."""
         found = None
+        if "index_put" in name:
+            args = (args[0], *args[2:])  # it copies indices of another GPU
         for tensor in tensors_in((args, kwargs)):
             record = self._storages.of(tensor)
             if record is None or record.device is found:
@@ -73,8 +75,8 @@ class Placement(Generic[_D]):
         found = filter(None, map(self._storages.of, tensors_in(values)))
         return next((self._gpus[record.device.index] for record in found), None)
 
-    def device_by_device(self, handler: Handler) -> Handler:
-        """Return a handler that runs a ``_foreach_`` operator by device, as CUDA's slow path."""
+    def device_by_device(self, handler: Handler, alone: Handler | None) -> Handler:
+        """Return a handler of ``_foreach_`` operators by GPU, of reductions ``alone`` by tensor."""
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
             positions: dict[GpuState | None, list[int]] = {}
@@ -83,6 +85,8 @@ class Placement(Generic[_D]):
                 positions.setdefault(self.first(tensor), []).append(position)
             if len(positions) < 2:
                 return handler(args, kwargs)
+            if alone is not None:
+                return [alone((tensor, *args[1:]), kwargs) for tensor in tensors]
             count = len(tensors)
             results: list[Any] = [None] * count
             for chosen in positions.values():

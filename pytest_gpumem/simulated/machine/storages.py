@@ -346,6 +346,12 @@ class Pinned:
         address = _pointer(storage) if self._registered else 0
         return any(begin <= address < begin + size for begin, size in self._registered.items())
 
+    def is_sent(self, host: torch.Tensor, other: torch.Tensor, *, non_blocking: bool) -> bool:
+        """Return whether a copy needs no other memory of the host (copy_requires_temporaries)."""
+        is_converted = host.dtype != other.dtype and not non_blocking
+        is_moved = not host.is_contiguous() and host.stride() != other.stride()
+        return self.has(host.untyped_storage()) and not is_converted and not is_moved
+
     def register(self, address: int, size: int) -> int:
         """Return the result code of ``cudaHostRegister``."""
         if size <= 0 or not address:

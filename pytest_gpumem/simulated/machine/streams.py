@@ -156,11 +156,11 @@ class Streams:
         """Return whether the current stream of ``device`` is being captured."""
         return bool(self.captures) and (device, self.current(device)) in self.captures
 
-    def host_waits(self, device: int) -> None:
+    def host_waits(self, device: int, *, by_torch: bool = True) -> None:
         """Make the host wait for the current stream: it reads or writes memory of ``device``."""
-        if self.sync_debug_mode == _WARN:
+        if by_torch and self.sync_debug_mode == _WARN:
             warnings.warn(_SYNCHRONIZES, stacklevel=3)
-        elif self.sync_debug_mode == _ERROR:
+        elif by_torch and self.sync_debug_mode == _ERROR:
             raise RuntimeError(_SYNCHRONIZES)
         if self.used:
             key = (device, self.current(device))

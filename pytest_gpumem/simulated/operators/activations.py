@@ -179,8 +179,18 @@ def _ctc_loss(*args: Any) -> Any:
     return _aten.ctc_loss.IntList(*args[:2], *lengths, *args[4:])
 
 
-def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
-    lengths = [log_alpha.new_empty(log_probs.shape[1], dtype=torch.int64) for _ in range(3)]
+def _lengths(gpu: GPU, log_probs: Tensor) -> Scratch:
+    """Copy the lengths of targets and of inputs, and where each target begins, from the host."""
+    gpu.copies()  # the targets, which the host looks at
+    scratch = Scratch(gpu)
+    for _ in range(3):
+        scratch.take(log_probs.shape[1] * INDEX_BYTES)
+        gpu.copies()
+    return scratch
+
+
+def _ctc_backward(gpu: GPU, log_probs: Tensor, log_alpha: Tensor) -> Tensor:
+    lengths = _lengths(gpu, log_probs)
     log_beta = torch.empty_like(log_alpha, memory_format=torch.contiguous_format)
     gradient = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
     steps, batch, labels = log_probs.shape
@@ -212,9 +222,8 @@ RULES = {
     "native_dropout": Rule(
         outputs=lambda p, train, result: result if p == 1 or train is False else result[::-1]
     ),
-    # The lengths of targets and of inputs, and where each target begins.
     "_ctc_loss": Rule(
-        before=lambda gpu, log_probs: Scratch(gpu, *[log_probs.shape[1] * INDEX_BYTES] * 3),
+        before=_lengths,
         outputs=lambda result: result[::-1],
     ),
     # The buffer is empty on CUDA.

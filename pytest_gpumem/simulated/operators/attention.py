@@ -166,6 +166,8 @@ def generator_state(gpu: GPU, dropout_p: float, state: Sequence[Tensor]) -> Iter
     The seeds are allocated for the capture of a graph; dropout allocates others, and frees these.
     """
     with Scratch(gpu, _RNG_STATE if dropout_p and state else 0):
+        if dropout_p:
+            gpu.draw()
         yield from reversed(state) if dropout_p else state
 
 

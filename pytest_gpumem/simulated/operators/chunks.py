@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import is_dense
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, borrow
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
 
 _aten = torch.ops.aten
 _THREADS = 128
@@ -55,6 +55,15 @@ def _concatenated(
     is_widened = (first.dtype, dtype) == (torch.bfloat16, torch.float32)
     if all(map(is_dense, tensors)) and (dtype == first.dtype or is_widened):
         borrow(gpu, _NUMBER * (numbers_of(tensors, dim, num_chunks, dtype.itemsize) + 2))
+        return
+    # Other types are padded, and joined by cat (_pad_chunk of native/TensorShape.cpp).
+    scratch, sizes = Scratch(gpu), [max(tensor.size(dim), 1) for tensor in tensors]
+    rows = [-(-size // num_chunks) * num_chunks for size in sizes]
+    padded = [
+        scratch.take(tensor.nbytes // size * row if row > size else 0)
+        for tensor, size, row in zip(tensors, sizes, rows, strict=True)
+    ]
+    scratch.drop(*padded)
 
 
 def numbers_of(tensors: Sequence[Tensor], dim: int, num_chunks: int, itemsize: int) -> int:

@@ -6,7 +6,7 @@ BucketizationUtils.h (searchsorted_maybe_trim_input_tensors), Bucketization.cpp,
 2.15; cuda/UniqueCub.cu (UniqueCub, compute_unique) and SummaryOps.cu (_bincount_cuda_template,
 _histc_cuda_template) of torch 2.6 to 2.15. Of CUB's storage the sorts are exact; the scans and
 selections, of a state for each of many hundred elements, are estimated. ``unique(dim=...)`` sorts
-by Thrust, whose storage is left out.
+by Thrust, whose storage is left out, and which waits.
 """
 
 from __future__ import annotations
@@ -60,16 +60,11 @@ def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None
         borrow(gpu, count * others, count)
 
 
-def _element(gpu: GPU, element: float | None = None) -> Scratch | None:
-    """Allocate for a number, which becomes a tensor of 64 bits."""
-    return None if element is None else Scratch(gpu, 8)
-
-
 def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scratch | None:
     """Allocate for a number, and for the check of the places in ``sorter``."""
     scratch = None if isinstance(self, Tensor) else Scratch(gpu, 8)
     if sorter is not None and sorter.numel():
-        borrow(gpu, 8, 8)
+        _read_extremes(gpu, Scratch(gpu), sorter)
     return scratch
 
 
@@ -120,6 +115,7 @@ def count_set(gpu: GPU, self: Tensor) -> Scratch:
     scratch = Scratch(gpu, *copied(self), 4)
     model = gpu.model
     borrow(gpu, cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
+    gpu.waits()
     return scratch
 
 
@@ -130,7 +126,10 @@ def _before(
 
     Equal neighbours (unique_consecutive, which has no ``sorted``) are only numbered.
     """
-    if dim is not None or not self.numel():
+    if not self.numel():
+        return None
+    if dim is not None:
+        gpu.waits(by_torch=False)
         return None
     if sorted is not None and self.dtype == torch.bool:
         return count_set(gpu, self)
@@ -185,41 +184,43 @@ def _select(gpu: GPU, self: Tensor, dim: int | None = None, sorted: bool | None 
     if dim is None and self.numel() and (sorted is None or self.dtype != torch.bool):
         capability = gpu.model.compute_capability
         storage = cub.unique_bytes(self.numel(), capability, gpu.version)
-        Scratch(gpu, INDEX_BYTES).estimate(storage, "CUB", "a selection")
+        scratch = Scratch(gpu, INDEX_BYTES)
+        scratch.estimate(storage, "CUB", "a selection")
+        gpu.waits()
 
 
 def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
     scratch = Scratch(gpu)
     if weights is not None and weights.dtype not in (torch.float32, torch.float64):
         scratch.take(weights.numel() * torch.float64.itemsize)
-    if self.numel() and gpu.version >= _BINS_BY_BOTH_SINCE:
-        scratch.take(self.element_size(), self.element_size())
-        reductions.reduce_whole(gpu, self, reductions.TWO_VALUES)
-    elif self.numel():
-        _extremes(gpu, self, 1 if self.dtype == torch.uint8 else 2)
+    if self.numel():
+        apart = 1 if self.dtype == torch.uint8 else 2
+        _read_extremes(gpu, scratch, self, 0 if gpu.version >= _BINS_BY_BOTH_SINCE else apart)
     return scratch
 
 
-def _extremes(gpu: GPU, tensor: Tensor, count: int) -> None:
-    for _ in range(count):
-        with Scratch(gpu, tensor.element_size()):
+def _read_extremes(gpu: GPU, scratch: Scratch, tensor: Tensor, apart: int = 0) -> None:
+    """Allocate what the host reads: both extremes at once, or so many one after the other."""
+    size = tensor.element_size()
+    if not apart:
+        scratch.take(size, size)
+        reductions.reduce_whole(gpu, tensor, reductions.TWO_VALUES)
+    for _ in range(apart):
+        with Scratch(gpu, size):
             reductions.reduce_whole(gpu, tensor, reductions.VALUES)
+    gpu.waits()
 
 
 def _zero_points(gpu: GPU, zero_point: Tensor) -> None:
     """Allocate for the extremes of integers (native/quantized/FakeQuantPerChannelAffine.cpp)."""
     if not zero_point.is_floating_point():
-        borrow(gpu, zero_point.element_size(), zero_point.element_size())
+        borrow(gpu, zero_point.element_size(), zero_point.element_size(), is_read=True)
 
 
 def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
-    if min != max or not self.numel():
-        return
-    if gpu.version >= BOTH_EXTREMES_SINCE:
-        with Scratch(gpu, self.element_size(), self.element_size()):
-            reductions.reduce_whole(gpu, self, reductions.TWO_VALUES)
-    else:
-        _extremes(gpu, self, 2)
+    if min == max and self.numel():
+        apart = 0 if gpu.version >= BOTH_EXTREMES_SINCE else 2
+        _read_extremes(gpu, Scratch(gpu), self, apart)
 
 
 def _static(gpu: GPU, self: Tensor, size: int) -> None:
@@ -241,11 +242,15 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
 
 RULES = {
     "_assert_async": Rule(before=_assert),
-    "isin": Rule(before=_element, after=_isin),
+    # A number becomes a tensor of 64 bits.
+    "isin": Rule(
+        before=lambda gpu, element=None: None if element is None else Scratch(gpu, 8), after=_isin
+    ),
     "fake_quantize_per_channel_affine_cachemask": Rule(before=_zero_points),
     "searchsorted bucketize": Rule(before=_number, after=_search),
     "nonzero_static": Rule(after=_static),
     "_unique _unique2 unique_consecutive": Rule(before=_before, outputs=_placed, after=_select),
+    "unique_dim": Rule(before=_before),
     "bincount": Rule(before=_bins),
     "histc": Rule(after=_range),
 }

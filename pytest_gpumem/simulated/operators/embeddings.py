@@ -124,13 +124,11 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
     borrow(gpu, cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
 
 
-def _in_a_row(gpu: GPU, indices: Tensor) -> Scratch | None:
-    """Copy indices for ``index_select`` by ``indices.reshape(-1)`` (native/Embedding.cpp)."""
-    return Scratch(gpu, *copied(indices)) if indices.dim() != 1 else None
-
-
 RULES = {
-    "embedding": Rule(before=_in_a_row),
+    # Copies indices for ``index_select`` by ``indices.reshape(-1)`` (native/Embedding.cpp).
+    "embedding": Rule(
+        before=lambda gpu, indices: Scratch(gpu, *copied(indices)) if indices.dim() != 1 else None
+    ),
     "embedding_dense_backward _embedding_bag_backward": Rule(
         before=_before_backward, after=_after_backward
     ),

@@ -27,6 +27,7 @@ from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Composite, decompose, is_traced
@@ -146,10 +147,6 @@ def _in(nodes: str, operator: OpOverload) -> InPlace:
     return lambda args, node: operator if node in names else None
 
 
-def _difference(args: Args, node: str) -> OpOverload | None:
-    return _aten.sub_.Tensor if node == _LOGITS and not torch.is_grad_enabled() else None
-
-
 _SELECTIONS = (
     "MaxBackward0 MinBackward0 TopkBackward0 SortBackward0 SortBackward1 KthvalueBackward0 "
     "MedianBackward1 NanmedianBackward1 ModeBackward0"
@@ -207,7 +204,9 @@ IN_PLACE: dict[str, InPlace] = {
         "" if _SINCE_2_14 else "ClampBackward0", _aten.logical_or_.default
     ),
     "aten.masked_fill.Scalar": _in(_CHOICES, _aten.masked_fill_.Scalar),
-    "aten.sub.Tensor": _difference,
+    "aten.sub.Tensor": lambda args, node: (
+        _aten.sub_.Tensor if node == _LOGITS and not torch.is_grad_enabled() else None
+    ),
     "aten.mul.Tensor": _product,
 }
 """By overload: which in-place operator CUDA runs instead, given arguments and node."""
@@ -228,7 +227,7 @@ def with_cuda_sums(given: Tensor, kwargs: Kwargs, node: str) -> dict[str, Any]:
     return kwargs
 
 
-def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> Tensor:
+def cumprod_backward(gpu: GPU, grad: Tensor, input: Tensor, dim: int, output: Tensor) -> Tensor:
     """Run ``aten::cumprod_backward`` (ReduceOps.cpp) for an input in which no element is zero.
 
     Nothing is known of elements that a compiler traces (areAnyTensorSubclassLike).
@@ -240,6 +239,7 @@ def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> T
     weighted = output.conj() * grad
     is_zero = input == 0
     is_zero.any()
+    gpu.waits()
     # C++ keeps the temporaries of an expression until its end.
     flipped = weighted.flip(dim)
     summed = flipped.cumsum(dim)

@@ -48,14 +48,14 @@ def pointers(gpu: GPU, *matrices: Tensor) -> None:
 
 
 def check_errors(gpu: GPU, count: int) -> None:
-    """Allocate for _linalg_check_errors, which makes a single code a flag first."""
-    borrow(gpu, *[1, 1] if count == 1 else [1])
+    """Allocate for _linalg_check_errors, which makes a single code a flag first, and reads one."""
+    borrow(gpu, *[1, 1] if count == 1 else [1], is_read=True)
 
 
 def _solve(gpu: GPU, operator: str, routine: str, A: Tensor, times: int = 1) -> None:
-    """Call :func:`solve_with` for matrices like those of ``A``."""
-    rows, columns = A.shape[-2:]
-    solve_with(gpu, operator, routine, rows, columns, A.element_size(), times)
+    """Call :func:`solve_with` for matrices like those of ``A``, unless they have no elements."""
+    if A.numel():
+        solve_with(gpu, operator, routine, A.shape[-2], A.shape[-1], A.element_size(), times)
 
 
 # Triangles: P, L and U.
@@ -127,13 +127,8 @@ def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
 def _cholesky(gpu: GPU, self: Tensor) -> None:
     if count_of(self) > 1 and self.numel():
         borrow(gpu, count_of(self) * INDEX_BYTES)
-    elif self.numel():
+    else:
         _solve(gpu, "linalg_cholesky_ex", "potrf", self)
-
-
-def _symmetric_factors(gpu: GPU, self: Tensor) -> None:
-    if self.numel():
-        _solve(gpu, "linalg_ldl_factor_ex", "sytrf", self)
 
 
 def _cholesky_at_once(gpu: GPU, self: Tensor) -> None:
@@ -230,6 +225,8 @@ def decompose(
                 _solve(gpu, "linalg_svd", "gesvdj", A)
             else:
                 leave_out(gpu, "linalg_svd")
+        if driver != "gesvd":
+            gpu.copies()  # whether it converged (_check_gesvdj_convergence)
         check_errors(gpu, count)
 
 
@@ -265,7 +262,7 @@ def _is_finite(gpu: GPU, self: Tensor) -> None:
         scratch.drop(equal, unequal, sizes)
     if self.is_complex():
         scratch.drop(finite)
-    borrow(gpu, 1)
+    borrow(gpu, 1, is_read=True)
 
 
 _ON_DEVICE = (2, 10)
@@ -277,6 +274,9 @@ def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> 
 
     Real matrices have real vectors first, and the parts of values. MAGMA has these on the host.
     """
+    leave_out(gpu, "linalg_eigvals" if vectors is None else "linalg_eig")
+    if vectors is not None:
+        _is_finite(gpu, self)
     if gpu.version < _ON_DEVICE:
         yield values
         if vectors is not None:
@@ -293,7 +293,7 @@ def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> 
     borrow(gpu, 0 if is_by_columns(self) else self.nbytes)
     if is_real:
         flags = scratch.take(values.numel())
-        borrow(gpu, 1)
+        borrow(gpu, 1, is_read=True)
         scratch.drop(flags, real_vectors, parts)
     yield values
     if vectors is not None:
@@ -301,17 +301,6 @@ def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> 
     scratch.drop(other_vectors, other_values)
     check_errors(gpu, max(1, count))
     scratch.drop(codes)
-
-
-def _eigen(gpu: GPU, self: Tensor, result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
-    leave_out(gpu, "linalg_eig")
-    _is_finite(gpu, self)
-    return _general(gpu, self, *result)
-
-
-def _eigenvalues(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
-    leave_out(gpu, "linalg_eigvals")
-    return _general(gpu, self, result, None)
 
 
 def _keeps_vectors(matrices: Tensor) -> bool:
@@ -332,9 +321,11 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
 }
 
 RULES = {
-    "linalg_ldl_factor_ex": Rule(after=_symmetric_factors),
+    "linalg_ldl_factor_ex": Rule(
+        after=lambda gpu, self: _solve(gpu, "linalg_ldl_factor_ex", "sytrf", self)
+    ),
     "_linalg_check_errors": Rule(after=lambda gpu, info: check_errors(gpu, info.numel())),
-    "_linalg_eigvals": Rule(outputs=_eigenvalues),
+    "_linalg_eigvals": Rule(outputs=lambda gpu, self, result: _general(gpu, self, result, None)),
     # vectors, if there are any, and values
     "_linalg_eigh": Rule(
         outputs=lambda result: result[::-1] if result[1].numel() else result[:1], after=_symmetric
@@ -344,7 +335,7 @@ RULES = {
     "cholesky": Rule(after=_cholesky_at_once),
     "geqrf": Rule(after=lambda gpu, result: reflect(gpu, result[0], result[1], "geqrf")),
     "linalg_cholesky_ex": Rule(after=_cholesky),
-    "linalg_eig": Rule(outputs=_eigen),
+    "linalg_eig": Rule(outputs=lambda gpu, self, result: _general(gpu, self, *result)),
     "linalg_householder_product": Rule(after=_from_reflections),
     "linalg_lu": Rule(after=_lu),
     "linalg_lu_factor_ex": Rule(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,22 +42,24 @@ _LEAST_REPEAT_SINCE = (2, 15)
 """Until then the host asks whether all repeats are positive, since then for the least of them."""
 
 
-def _converted(scratch: Scratch, given: list[Tensor]) -> Scratch:
+def _converted(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> Scratch:
     """Allocate as make_info: indices of the CPU or of 32 bits become 64-bit ones on the device."""
     if not given or any(index.dtype in _FLAGS for index in given):
         return scratch
     count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
     for index in given:
-        if _on_cpu(index):
+        if _home(gpu, index) is not gpu:
             scratch.take(count * index.element_size())
+        if _on_cpu(index):
+            gpu.copies()
     for index in given:
         if index.dtype == torch.int32:
             scratch.take(count * INDEX_BYTES)
-    _in_step(scratch, given)
+    _in_step(gpu, scratch, given)
     return scratch
 
 
-def _in_step(scratch: Scratch, given: list[Tensor]) -> None:
+def _in_step(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> None:
     """Allocate as AdvancedIndex: indices that are broadcast differently become contiguous."""
     if len(given) < 2:
         return
@@ -67,7 +70,7 @@ def _in_step(scratch: Scratch, given: list[Tensor]) -> None:
         own = [
             0 if size == 1 else step for size, step in zip(index.shape, index.stride(), strict=True)
         ]
-        is_moved = index.dtype == torch.int32 or _on_cpu(index)
+        is_moved = index.dtype == torch.int32 or _home(gpu, index) is not gpu
         strides.append(dense if is_moved else (*[0] * (len(shape) - index.dim()), *own))
     if len(set(strides)) == 1:
         return
@@ -81,8 +84,9 @@ def _given(gpu: GPU, indices: _Indices) -> list[Tensor]:
     given = [index for index in indices if index is not None]
     for index in given:
         # A list of numbers became a tensor on the indexed tensor's device, unseen by the mode.
-        if not _on_cpu(index):
+        if not _on_cpu(index) and gpu.simulation.storages.of(index) is None:
             gpu.simulation.storages.track(index, gpu)
+            gpu.copies()
     return given
 
 
@@ -90,15 +94,22 @@ def _on_cpu(index: Tensor) -> bool:
     return not raw.is_meta(index)
 
 
-def _before_index_put(
-    gpu: GPU, indices: _Indices, values: Tensor, accumulate: bool
-) -> Scratch | None:
+def _home(gpu: GPU, index: Tensor) -> GPU | None:
+    """Return the GPU that an index is on, ``None`` for the host."""
+    record = gpu.simulation.storages.of(index)
+    return None if record is None else gpu.simulation.device(record.device.index)
+
+
+def _moved(gpu: GPU, indices: _Indices, values: Tensor, accumulate: bool) -> Scratch:
+    """Allocate what an index_put brings to the GPU; a result has been copied before."""
     storages = gpu.simulation.storages
     if is_masked_fill(storages, indices, values, accumulate):
-        return None
+        return Scratch(gpu)
     given = _given(gpu, indices)
     scratch = Scratch(gpu, values.element_size() if _is_number(storages, values) else 0)
-    return scratch if is_sorted(values, accumulate) else _converted(scratch, given)
+    if _on_cpu(values):
+        gpu.copies()
+    return scratch if is_sorted(values, accumulate) else _converted(gpu, scratch, given)
 
 
 def _is_number(storages: Storages, values: Tensor) -> bool:
@@ -146,6 +157,7 @@ def _put_sorted(
     are_checked: bool = True,
 ) -> None:
     """Allocate as index_put_with_sort_kernel does, step by step."""
+    moved = _moved(gpu, indices, values, accumulate)
     given = _given(gpu, indices)
     # It is not known which elements a mask selects, and so not how many indices there are.
     if not given or any(index.dtype in _FLAGS for index in given):
@@ -162,11 +174,16 @@ def _put_sorted(
     shape = torch.broadcast_shapes(*(index.shape for index in given))
     count = shape.numel()
     for at, index in enumerate(given):
-        if are_checked and count and not _on_cpu(index):
-            _check(gpu, count, is_copied=index.shape != shape or not index.is_contiguous())
-        # An index on the CPU is wrapped and scaled there, and then copied to the device.
-        wrapped = 0 if _on_cpu(index) else scratch.take(count * INDEX_BYTES)
+        home = _home(gpu, index)
+        if are_checked and count and home is not None:
+            _check(home, count, is_copied=index.shape != shape or not index.is_contiguous())
+        # An index is wrapped and scaled where it is, and then copied to the device.
+        wrapped = scratch.take(count * INDEX_BYTES) if home is gpu else 0
+        if home is not None and home is not gpu:
+            borrow(home, count * INDEX_BYTES, count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
+        if home is None:
+            gpu.copies()
         scratch.drop(wrapped, *[scaled] * bool(at))
     scratch.drop(*widened)
     places = [at for at, index in enumerate(indices) if index is not None]
@@ -181,6 +198,8 @@ def _put_sorted(
     bits = cub.bits_of(self.numel() // math.prod(self.shape[places[-1] + 1 :]) - 1)
     capability = gpu.model.compute_capability
     borrow(gpu, cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
+    scratch.free()
+    moved.free()
 
 
 def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
@@ -204,6 +223,8 @@ def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
             gpu.simulation.storages.track(tensor, gpu)
         elif not tensor.dim() and tensor.dtype == result:
             scratch.take(tensor.element_size())
+        if _on_cpu(tensor):
+            gpu.copies()
         if tensor.dtype != result:
             scratch.take(tensor.numel() * result.itemsize)
     return scratch
@@ -235,11 +256,11 @@ def _before_repeats(gpu: GPU, repeats: Tensor, output_size: int | None) -> Scrat
     widened = count * INDEX_BYTES if repeats.dtype == torch.int32 else 0
     borrow(gpu, widened, cub.scan_bytes(count, INDEX_BYTES, gpu.version))
     if output_size is None and gpu.version >= _LEAST_REPEAT_SINCE:
-        borrow(gpu, INDEX_BYTES)
+        borrow(gpu, INDEX_BYTES, is_read=True)
     elif output_size is None:
         with Scratch(gpu, count):
             reductions.reduce(gpu, (count,), (1,), torch.bool, None, reductions.VALUES)
-            borrow(gpu, 1)
+            borrow(gpu, 1, is_read=True)
     return scratch
 
 
@@ -272,9 +293,9 @@ def _before_segments(
     """Copy; allocate for the check that lengths are not negative, and add up to the whole."""
     copies = Scratch(gpu, *copied(data))
     if offsets is None and lengths is not None and not unsafe:
-        borrow(gpu, lengths.element_size())
+        borrow(gpu, lengths.element_size(), is_read=True)
         rows = max(lengths.numel() // max(lengths.shape[-1], 1), 1)
-        borrow(gpu, rows * INDEX_BYTES, rows, 1)
+        borrow(gpu, rows * INDEX_BYTES, rows, 1, is_read=True)
     copies.take(*copied(lengths if offsets is None else offsets))
     return copies
 
@@ -324,23 +345,35 @@ def one_hot(self: Tensor, num_classes: int) -> Tensor:
     return result.scatter_(-1, self.unsqueeze(-1), 1)
 
 
+def _before_fill(gpu: GPU, value: Tensor | float) -> None:
+    """Make the host wait for a number that is on the GPU."""
+    if isinstance(value, Tensor) and value.is_cuda:
+        gpu.waits()
+
+
+def _filled(fill: Composite, gpu: GPU, self: Tensor, mask: Tensor, value: Tensor) -> object:
+    _before_fill(gpu, value)
+    return fill(self, mask, 0)
+
+
 ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.one_hot.default": one_hot}
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
     # Of a tensor of no dimensions CUDA reads the number from any device.
-    "aten.masked_fill.Tensor": lambda self, mask: _aten.masked_fill.Scalar(self, mask, 0),
-    "aten.masked_fill_.Tensor": lambda self, mask: _aten.masked_fill_.Scalar(self, mask, 0),
+    "aten.masked_fill.Tensor": partial(_filled, _aten.masked_fill.Scalar),
+    "aten.masked_fill_.Tensor": partial(_filled, _aten.masked_fill_.Scalar),
 }
 
 RULES = {
     "index _unsafe_index": Rule(
-        before=lambda gpu, indices: _converted(Scratch(gpu), _given(gpu, indices))
+        before=lambda gpu, indices: _converted(gpu, Scratch(gpu), _given(gpu, indices))
     ),
     "_padded_dense_to_jagged_forward": Rule(outputs=_made_twice),
-    "_unsafe_index_put": Rule(before=_before_index_put, after=_put_sorted),
-    "index_put_ index_put _index_put_impl_": Rule(before=_before_index_put, after=_index_put),
+    "_unsafe_index_put": Rule(after=_put_sorted),
+    "index_put_ index_put _index_put_impl_": Rule(after=_index_put),
     "nonzero": Rule(before=count_set, after=_place_set),
     "where": Rule(before=_where),
+    "index_fill index_fill_": Rule(before=_before_fill),
     "masked_scatter masked_scatter_": Rule(after=_scattered_by_mask),
     "repeat_interleave": Rule(before=_before_repeats),
     "scatter_reduce scatter_reduce_": Rule(after=_scattered_mean),

@@ -219,7 +219,7 @@ def _grouped(
         _fast(gpu, self, mat2, offs)
         return
     if offs is not None:
-        gpu.simulation.streams.host_waits(gpu.index)
+        gpu.waits()
     if result.numel() and self.numel():
         gpu.workspaces.gemm(gpu.stream)
 

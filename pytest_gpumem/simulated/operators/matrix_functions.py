@@ -48,6 +48,7 @@ def matrix_exp(gpu: GPU, self: Tensor) -> Tensor:
     del where, sums, absolute
     values = gpu.simulation.values
     known = values.known(self)
+    gpu.copies()
     if known is None:
         raise UnknownValueError(values.refusal(f"matrix_exp at {user_line()} reads"))
     with torch._C._DisableTorchDispatch():
@@ -167,10 +168,6 @@ def _sum_of(powers: Tensor) -> Tensor:
     return sums.squeeze(0)
 
 
-def _degree_1(matrices: Tensor) -> Tensor:
-    return _powers(matrices, 2, 2).sum(0)
-
-
 def _degree_2(matrices: Tensor) -> Tensor:
     powers = _powers(matrices, 3, 3)
     powers[2].div_(2.0)
@@ -206,7 +203,8 @@ def _by_sums(matrices: Tensor, count: int) -> Tensor:
 
 
 _POLYNOMIALS: tuple[Callable[[Tensor], Tensor], ...] = (
-    *(_degree_1, _degree_2, _degree_4, _degree_8),
+    lambda matrices: _powers(matrices, 2, 2).sum(0),
+    *(_degree_2, _degree_4, _degree_8),
     lambda matrices: _by_sums(matrices, 4),
 )
 

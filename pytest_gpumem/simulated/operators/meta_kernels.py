@@ -24,10 +24,6 @@ from pytest_gpumem.simulated.operators.rules import is_traced
 _aten = torch.ops.aten
 
 
-def _like_first(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return torch.empty_like(tensor)
-
-
 def _compressed(matrix: Tensor) -> Tensor:
     """Return half of the values with their places (cuSPARSELtOps.cpp: compression_factor)."""
     rows, columns = matrix.shape
@@ -148,7 +144,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         "_standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad binomial glu_jvp "
         "glu_backward_jvp".split(),
-        _like_first,
+        lambda tensor, *args, **kwargs: torch.empty_like(tensor),
     ),
     **dict.fromkeys(
         "multi_margin_loss_backward multilabel_margin_loss_backward "

@@ -80,10 +80,6 @@ def _cdist(gpu: GPU, x1: Tensor, x2: Tensor) -> Scratch:
     return Scratch(gpu, *copied(*(one.expand(*batch, *one.shape[-2:]) for one in (x1, x2))))
 
 
-def _cdist_of_some(gpu: GPU, x1: Tensor, x2: Tensor) -> Scratch:
-    return _cdist(gpu, x1, x2) if x1.numel() and x2.numel() else Scratch(gpu)
-
-
 def _cdist_backward(gpu: GPU, x1: Tensor, x2: Tensor, p: float, cdist: Tensor) -> None:
     rows, others, columns = x1.shape[-2], x2.shape[-2], x1.shape[-1]
     if rows and others and (p or gpu.version >= _ZERO_NORMS):
@@ -127,7 +123,10 @@ RULES = {
     "var std": Rule(before=partial(_moments, 1), after=_real_moments),
     "var_mean std_mean": Rule(before=partial(_moments, 2), after=_real_moments),
     "_cdist_forward": Rule(before=_cdist),
-    "_cdist_backward": Rule(before=_cdist_of_some, after=_cdist_backward),
+    "_cdist_backward": Rule(
+        before=lambda gpu, x1, x2: _cdist(gpu, x1, x2) if x1.numel() and x2.numel() else None,
+        after=_cdist_backward,
+    ),
     "_pdist_backward": Rule(after=_pdist_backward),
     "linalg_vector_norm norm": Rule(after=_norm),
     "renorm renorm_": Rule(after=_renorm),

@@ -157,10 +157,11 @@ class Scratch:
             self._gpu.estimates.freed(nbytes)
 
 
-def borrow(gpu: GpuState, *sizes: int) -> None:
-    """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
-    if sizes:
-        Scratch(gpu, *sizes).free()
+def borrow(gpu: GPU, *sizes: int, is_read: bool = False) -> None:
+    """Allocate ``sizes`` bytes in turn, then free them, newest first; the host waits for a read."""
+    with Scratch(gpu, *sizes):
+        if is_read:
+            gpu.waits()
 
 
 def copies_of(*names: str, like: str | None = None) -> Callable[..., Scratch]:

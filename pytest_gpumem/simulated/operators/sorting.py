@@ -57,7 +57,11 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
         scratch.take(tensor.nbytes)
     if tuple(result_strides) != tuple(strides):
         scratch.take(tensor.nbytes, tensor.numel() * INDEX_BYTES)
-    _sort_contiguous(gpu, tensor.numel(), length, tensor.element_size())
+    # CUB counts in 32 bits: more elements are sorted in batches of whole slices.
+    elements = tensor.numel()
+    batch = min(elements, (2**31 - 1) // length * length)
+    for first in range(0, elements, batch):
+        _sort_batch(gpu, min(batch, elements - first), length, tensor.element_size())
 
 
 def _with_last(tensor: Tensor, dim: int) -> tuple[int, ...]:
@@ -71,13 +75,6 @@ def _with_last(tensor: Tensor, dim: int) -> tuple[int, ...]:
         strides[at] = step
         step *= tensor.shape[at]
     return tuple(strides)
-
-
-def _sort_contiguous(gpu: GPU, elements: int, length: int, element_bytes: int) -> None:
-    # CUB counts in 32 bits: more elements are sorted in batches of whole slices.
-    batch = min(elements, (2**31 - 1) // length * length)
-    for first in range(0, elements, batch):
-        _sort_batch(gpu, min(batch, elements - first), length, element_bytes)
 
 
 def _sort_batch(gpu: GPU, elements: int, length: int, element_bytes: int) -> None:

@@ -120,7 +120,7 @@ def _coalesce(gpu: GPU, self: Tensor) -> Tensor:
     if known is None:
         raise UnknownValueError(simulation.values.refusal(f"coalesce() at {user_line()} reads"))
     _sort(gpu, count)
-    simulation.streams.host_waits(gpu.index)
+    gpu.waits()
     with torch._C._DisableTorchDispatch():
         unique, group = known.unique(return_inverse=True)
     found = len(unique)

@@ -1,5 +1,7 @@
 """Copies between host and GPU: staged unless both sides are one stretch of memory.
 
+The host waits for those that block.
+
 Source: aten/src/ATen/native/cuda/Copy.cu (copy_requires_temporaries, copy_kernel_cuda) and
 native/TensorConversions.cpp (_to_copy), of torch 2.6 to 2.15. Copies between GPUs that reach each
 other's memory, and copies on one GPU, take nothing. Of sparse tensors the parts
@@ -14,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.gpu.device import GpuState
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Scratch, borrow
 
 
-def stage_upload(gpu: GpuState, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+def stage_upload(gpu: GPU, target: Tensor, source: Tensor, non_blocking: bool) -> None:
     """Allocate the temporary of ``target.copy_(source)`` from the host.
 
     The host converts its data first, unless the copy does not block.
@@ -27,23 +29,24 @@ def stage_upload(gpu: GpuState, target: Tensor, source: Tensor, non_blocking: bo
     if target.layout is not torch.strided or not target.numel():
         return
     converts = target.dtype != source.dtype
-    if not converts and _are_one_stretch(target, source):
-        return
-    if target.is_contiguous() and not (converts and non_blocking):
-        return
-    sent = source if non_blocking else target
-    borrow(gpu, target.numel() * sent.element_size())
+    is_direct = not converts and _are_one_stretch(target, source)
+    if not is_direct and (not target.is_contiguous() or (converts and non_blocking)):
+        sent = source if non_blocking else target
+        borrow(gpu, target.numel() * sent.element_size())
+    gpu.copies(source, target, non_blocking=non_blocking)
 
 
-def stage_download(gpu: GpuState, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+def stage_download(gpu: GPU, target: Tensor, source: Tensor, non_blocking: bool) -> None:
     """Allocate the temporaries of ``target.copy_(source)`` to the host."""
     if source.layout is not torch.strided:
         return
     is_one_stretch = _are_one_stretch(target, source)
     _download(gpu, source, target.dtype, target.shape, is_one_stretch, non_blocking)
+    if target.numel():
+        gpu.copies(target, source, non_blocking=non_blocking)
 
 
-def stage_move(gpu: GpuState, source: Tensor, options: dict[str, Any]) -> None:
+def stage_move(gpu: GPU, source: Tensor, options: dict[str, Any]) -> None:
     """Allocate the temporaries of ``source.to("cpu", **options)``; a copy keeps a dense layout."""
     wanted = options.get("memory_format") or torch.preserve_format
     if wanted is torch.preserve_format:
@@ -52,10 +55,12 @@ def stage_move(gpu: GpuState, source: Tensor, options: dict[str, Any]) -> None:
         kept = source.is_contiguous(memory_format=wanted)
     dtype, non_blocking = options.get("dtype") or source.dtype, bool(options.get("non_blocking"))
     _download(gpu, source, dtype, source.shape, kept, non_blocking)
+    if not non_blocking:
+        gpu.copies()
 
 
 def _download(
-    gpu: GpuState,
+    gpu: GPU,
     source: Tensor,
     dtype: torch.dtype,
     shape: torch.Size,

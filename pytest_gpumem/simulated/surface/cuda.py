@@ -60,7 +60,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(module, "memory_snapshot", partial(_memory_snapshot, machine))
     patches.add(torch._C, "_has_cuda", True)
     patches.add(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
-    patches.wrap(torch, "get_device_module", _device_module)
+    # The original remembers its answers, also beyond the simulation.
+    patches.wrap(
+        torch, "get_device_module", lambda find, device=None: find(device) if device else torch.cuda
+    )
     patches.add(torch, "Generator", generator)
     # A type that can neither be changed nor inherited from.
     patches.add(torch, "device", device)
@@ -82,11 +85,6 @@ def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
     if owner is torch.amp.autocast_mode.autocast:
         return True  # it casts for the GPU in compiled code, too
     return owner in below or (owner is torch.cuda and name in _STATE)
-
-
-def _device_module(find: Callable[..., Any], device: torch.device | str | None = None) -> Any:
-    # The original remembers its answers, also beyond the simulation.
-    return torch.cuda if device is None else find(device)
 
 
 def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:

@@ -222,11 +222,12 @@ class TensorReads:
         return value
 
     def tolist(self, tensor: torch.Tensor) -> Any:
-        block, known = self._block(tensor), self._known(tensor)
+        block = self._block(tensor)
+        known = None if block is None else self._values.known(tensor)
         if block is not None and known is None and is_printing():
             known = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         if block is not None and known is not None:
-            transfers.stage_move(block.device, tensor, {})
+            transfers.stage_move(self._machine.device(block.device.index), tensor, {})
             return _tolist(known)
         if self._has_placeholder_integers(tensor, "tolist()"):
             return placeholder_integers(tensor.shape)
@@ -270,8 +271,7 @@ class TensorReads:
         if not self._machine.reads_placeholder_integers(tensor, read):
             return False
         if block is not None:
-            self._machine.streams.host_waits(block.device.index)
-            transfers.stage_move(block.device, tensor, {})
+            transfers.stage_move(self._machine.device(block.device.index), tensor, {})
         return True
 
     def _is_undecided(self, tensor: torch.Tensor) -> _Truth:

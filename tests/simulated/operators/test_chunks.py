@@ -69,3 +69,16 @@ def test_steps_of_padded_sequences_are_copied_and_joined(on: Any) -> None:
     ]
     # The first two steps of all sequences lie beside each other already.
     assert gpu.of(lambda: pack(by_time, lengths).data) == [second, joined, -second]
+
+
+def test_halves_that_are_added_up_in_float32_are_padded_one_by_one(on: Any) -> None:
+    """As torch 2.15 on the dry device."""
+    gpu = on()
+    gradients = [
+        torch.empty(50, 48, dtype=torch.half, device="cuda"),
+        torch.empty(50, dtype=torch.half, device="cuda"),
+        torch.empty(4, dtype=torch.half, device="cuda"),
+    ]
+    out = torch.empty(4, 13 * 48 + 13 + 1, device="cuda")
+    events = gpu.of(lambda: torch._chunk_cat(gradients, 0, 4, out=out))
+    assert events == [4992, 104, -4992, -104]

@@ -28,3 +28,13 @@ def test_dropout_in_evaluation_allocates_nothing(on: Any) -> None:
     gpu = on()
     x = torch.ones(1000, device="cuda")
     assert gpu.of(lambda: F.dropout(x, 0.5, training=False)) == []
+
+
+def test_flash_attention_draws_after_its_results_in_a_capture(on: Any) -> None:
+    """The events of torch 2.15.0+cu132 on the dry device: the generator's seed and offset are 8."""
+    gpu = on("A100-40GB", "2.15")
+    given = torch.zeros(1, 2, 64, 16, device="cuda", dtype=torch.float16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        events = gpu.of(lambda: attend(given, given, given, dropout_p=0.1))
+    assert events[:8] == [4096, 512, 16, 8, 8, 8, 16, -16]

@@ -277,7 +277,7 @@ class TestValues:
         with simulate("T4", real_values=True):
             x = torch.ones(4, device="cuda")
             count = torch.zeros(1, dtype=torch.int64, device="cuda")
-            on_host = torch.empty(4)
+            on_host = torch.empty(4, pin_memory=True)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 # Temporaries die in the capture, and the results are in parts of a tensor.
@@ -664,12 +664,12 @@ class TestMisuse:
         "wait",
         [
             lambda x: x.sum().item(),
-            lambda x: x.cpu(),
+            lambda x: torch.ones(4, pin_memory=True).copy_(x),
             lambda x: torch.cuda.synchronize(),
             lambda x: torch.cuda.current_stream().synchronize(),
             lambda x: torch.cuda.current_stream().record_event().synchronize(),
         ],
-        ids=["item", "cpu", "device", "stream", "event"],
+        ids=["item", "pinned", "device", "stream", "event"],
     )
     def test_waiting_in_a_capture_is_an_error(self, wait: Callable[[torch.Tensor], object]) -> None:
         with simulate("T4"):
@@ -682,6 +682,47 @@ class TestMisuse:
             first = error.value.__context__
             assert "operation not permitted when stream is capturing" in str(first)
             assert not torch.cuda.is_current_stream_capturing()
+
+    @pytest.mark.parametrize(
+        ("copy", "is_refused"),
+        [
+            (lambda x, host, pinned: host.cuda(non_blocking=True), True),
+            (lambda x, host, pinned: x.copy_(host, non_blocking=True), True),
+            (lambda x, host, pinned: host.copy_(x, non_blocking=True), True),
+            (lambda x, host, pinned: x.copy_(pinned.t(), non_blocking=True), True),
+            (lambda x, host, pinned: x.cpu(), True),
+            (lambda x, host, pinned: torch.tensor([1, 2], device="cuda"), True),
+            (lambda x, host, pinned: x[torch.tensor([1])], True),
+            (lambda x, host, pinned: torch.linalg.svd(x), True),
+            (lambda x, host, pinned: pinned.cuda(non_blocking=True), False),
+            (lambda x, host, pinned: pinned.copy_(x, non_blocking=True), False),
+            (lambda x, host, pinned: x.copy_(pinned.double(), non_blocking=True), True),
+            (lambda x, host, pinned: pinned.to("cuda", torch.half, non_blocking=True), False),
+            (lambda x, host, pinned: x.to("cpu", non_blocking=True), False),
+            (lambda x, host, pinned: host[:0].cuda(), False),
+        ],
+    )
+    def test_a_capture_refuses_pageable_memory(
+        self, copy: Callable[..., object], is_refused: bool
+    ) -> None:
+        """As torch 2.15 on the dry device; the capture goes on."""
+        with simulate("A100-40GB"):
+            x, host = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
+            pinned = host.pin_memory()
+            refused = False
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                x + 1
+                try:
+                    copy(x, host, pinned)
+                except RuntimeError as error:
+                    refused = "unless the CPU tensor is pinned" in str(error)
+            assert refused == is_refused
+
+    def test_pageable_copies_were_captured_before_2_11(self) -> None:
+        with simulate("T4", torch_version="2.10"):
+            host = torch.ones(4)
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                assert host.cuda(non_blocking=True).shape == (4,)
 
     def test_captures_do_not_nest(self) -> None:
         with simulate("T4", torch_version=NO_RANDOM_STATE):

@@ -86,25 +86,8 @@ def _histc(self: Tensor, bins: int, min: float, max: float) -> Tensor:
     return found.bincount(minlength=bins).to(self.dtype)
 
 
-def _log_sigmoid_backward(grad_output: Tensor, self: Tensor) -> Any:
-    # CUDA's forward pass leaves the buffer empty.
-    return _aten.log_sigmoid_backward(grad_output, self, self.abs().neg().exp())
-
-
-def _grid_sampler(self: Tensor, grid: Tensor) -> Any:
-    return _aten.grid_sampler_2d(self, grid, *_BY_CUDNN)
-
-
-def _grid_sampler_backward(self: Tensor, grid: Tensor, grad_output: Tensor) -> Any:
-    return _aten.grid_sampler_2d_backward(grad_output, self, grid, *_BY_CUDNN, [True, True])
-
-
 _BY_CUDNN = (0, 0, True)
 """The only mode in which cuDNN samples: bilinear, zeros around, corners aligned."""
-
-
-def _batch_norm(*args: Any) -> Any:
-    return *_aten.native_batch_norm(*args), UNREAD
 
 
 def _batch_norm_backward(*args: Any) -> Any:
@@ -151,7 +134,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     **attention.KERNELS,
     **products.KERNELS,
     **recurrent.KERNELS,
-    "aten::cudnn_batch_norm": _batch_norm,
+    "aten::cudnn_batch_norm": lambda *args: (*_aten.native_batch_norm(*args), UNREAD),
     "aten::cudnn_batch_norm_backward": _batch_norm_backward,
     # Only CUDA's take half precision and return float32, and back (SoftMax.cu).
     "aten::_softmax": _softmax(_aten._softmax),
@@ -161,10 +144,15 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "aten::_fused_rms_norm_backward": _fused_rms_norm_backward,
     "aten::_embedding_bag": _embedding_bag,
     "aten::_embedding_bag_forward_only": _embedding_bag,
-    "aten::cudnn_grid_sampler": _grid_sampler,
-    "aten::cudnn_grid_sampler_backward": _grid_sampler_backward,
+    "aten::cudnn_grid_sampler": lambda self, grid: _aten.grid_sampler_2d(self, grid, *_BY_CUDNN),
+    "aten::cudnn_grid_sampler_backward": lambda self, grid, grad_output: (
+        _aten.grid_sampler_2d_backward(grad_output, self, grid, *_BY_CUDNN, [True, True])
+    ),
     "aten::histc": _histc,
-    "aten::log_sigmoid_backward": _log_sigmoid_backward,
+    # CUDA's forward pass leaves the buffer empty.
+    "aten::log_sigmoid_backward": lambda grad_output, self: _aten.log_sigmoid_backward(
+        grad_output, self, self.abs().neg().exp()
+    ),
 }
 """By operator name, with the overload where only that one has a kernel here."""
 

@@ -44,7 +44,9 @@ def _scaled_mm(
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False, **out: Tensor,
 ) -> Tensor:  # fmt: skip
-    _refuse_blocks(scale_a, scale_b)
+    for scale in (scale_a, scale_b):  # those of rows or columns have no second dimension
+        if scale.dtype in _BLOCK_SCALES or min(scale.shape, default=1) > 1:
+            raise NotImplementedError("scales of blocks")
     if scale_a.numel() > 1:
         scale_a = scale_a.reshape(-1, 1)
     if scale_b.numel() > 1:
@@ -55,13 +57,6 @@ def _scaled_mm(
     if narrow and scale_result is not None:
         product = product * scale_result
     return _written(product.to(out_dtype or a.dtype), **out)
-
-
-def _refuse_blocks(*scales: Tensor) -> None:
-    """Refuse scales of blocks; those of rows or columns have no second dimension."""
-    for scale in scales:
-        if scale.dtype in _BLOCK_SCALES or min(scale.shape, default=1) > 1:
-            raise NotImplementedError("scales of blocks")
 
 
 _NIBBLES = (torch.arange(4).view(2, 2, 1) * 4 + torch.arange(2) * 16).to(torch.int64)
