@@ -272,6 +272,12 @@ def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
     return placement.device_by_device(handler, of_parts(runner, alone) if alone else None)
 
 
+def without_gradient(runner: Runner, func: Any, handler: Handler) -> Handler:
+    """Return a handler of a backward pass that returns no gradients where it is given none."""
+    nothing = (None,) * len(func._schema.returns)
+    return lambda args, kwargs: nothing if args[0] is None else handler(args, kwargs)
+
+
 _ALONE: dict[str, Callable[..., Any]] = {
     "aten::_foreach_norm": torch.linalg.vector_norm,
     "aten::_foreach_max": torch.max,
@@ -317,11 +323,15 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
 
 An operator for which none holds computes."""
 
+_WITHOUT_GRADIENT = "flash_attention_backward", "efficient_attention_backward"
+
 SPECIAL: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any, Handler], Handler]], ...] = (
     (custom.is_sized_by_values, custom.sized),
     (lambda func: _name(func) in INDEXING, masked),
     (lambda func: _name(func) == "aten::masked_select" and not may_resize(func), selected),
     (is_of_lists, each_device),
+    # native/transformers/cuda/attention_backward.cu
+    (lambda func: _name(func).endswith(_WITHOUT_GRADIENT), without_gradient),
 )
 """Wrappers for operators of which some calls need another handler; the first is innermost."""
 

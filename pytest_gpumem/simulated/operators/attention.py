@@ -183,12 +183,15 @@ def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) ->
     return result[:2]
 
 
-def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> None:
+def _cudnn_backward(gpu: GPU, grad_out: Tensor | None, query: Tensor, out: Tensor) -> None:
     """Allocate for run_cudnn_SDP_bprop (MHA.cpp): a copy of the gradient, then the frontend's sums.
 
+    Without a gradient its results stay as they were allocated.
     cudnn-frontend sums queries' gradients, and a number of each row, in float32
     (scaled_dot_product_flash_attention.h, dQ_accum and softmax_sum); seen on torch's own code.
     """
+    if grad_out is None:
+        return
     sums = (query.numel() // query.shape[-1]) * (query.shape[-1] + 1) * _FLOAT_BYTES
     if cudnn_of(gpu.version) < 90501:
         is_copied = grad_out.stride() != out.stride()

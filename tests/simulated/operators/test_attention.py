@@ -301,6 +301,43 @@ def test_efficient_backward_copies_a_gradient_of_another_layout(on: Any) -> None
     assert copied == gpu.of(lambda: output.backward(by_length)).count(matrix) + 1
 
 
+class Untrained(torch.autograd.Function):
+    """A copy whose input gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_gradient"),
+    [
+        (SDPBackend.FLASH_ATTENTION, False),
+        (SDPBackend.EFFICIENT_ATTENTION, False),
+        (SDPBackend.CUDNN_ATTENTION, True),
+    ],
+)
+def test_without_a_gradient_only_cudnn_allocates_some(
+    on: Any, backend: SDPBackend, has_gradient: bool
+) -> None:
+    """As torch 2.15.0+cu132 does; cuDNN's gradients are as they were allocated."""
+    gpu = on("A100-40GB", "2.15")
+    query, key, value = (
+        torch.ones(1, 2, 128, 64, device="cuda", dtype=torch.half, requires_grad=True)
+        for _ in range(3)
+    )
+    with sdpa_kernel(backend):
+        output = Untrained.apply(attend(query, key, value))  # type: ignore[no-untyped-call]
+    loss = output.sum()
+    allocated = [size for size in gpu.of(loss.backward) if size > 0]
+    assert allocated.count(query.nbytes) == (3 if has_gradient else 0)
+    assert (query.grad is not None) is has_gradient
+
+
 def test_sums_of_groups_above_2_gib_are_accumulated_in_float32(on: Any) -> None:
     gpu = on("A100-80GB", "2.14")
     shape: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
