@@ -38,6 +38,9 @@ RNG_PER_CAPTURE: Final[Version] = (2, 12)
 """Each capture has a seed and an offset in memory, on the default stream."""
 LAZY_RNG: Final[Version] = (2, 14)
 """A capture allocates them at its first random operator."""
+PINNED_ALONE: Final[Version] = (2, 11)
+"""A capture refuses copies between the GPU and memory that is not pinned (PyTorch #172156,
+copy_kernel_cuda of aten/src/ATen/native/cuda/Copy.cu; 2.10 does not have its message)."""
 
 # Memory pools: torch/cuda/memory.py.
 THREAD_POOLS: Final[Version] = (2, 8)

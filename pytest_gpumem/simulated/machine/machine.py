@@ -27,6 +27,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import having
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import GpuState
+from pytest_gpumem.simulated.gpu.releases import PINNED_ALONE
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, ThreadState
 from pytest_gpumem.simulated.machine.generators import RandomState
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -64,12 +65,15 @@ class GPU(GpuState):
     def copies(self, *pair: Tensor, non_blocking: bool = False) -> None:
         """Wait for a copy between the host's and the GPU's tensor of a ``pair``, if it blocks.
 
-        Raises torch's ``RuntimeError`` in a capture, unless the memory of the host is pinned: since
-        2.11 (PyTorch #172156), copy_kernel_cuda of aten/src/ATen/native/cuda/Copy.cu.
+        Raises torch's ``RuntimeError`` in a capture, unless the memory of the host is pinned.
         """
         machine = self.simulation
         is_sent = bool(pair) and machine.pinned.is_sent(*pair, non_blocking=non_blocking)
-        if not is_sent and self.version >= (2, 11) and machine.streams.is_capturing(self.index):
+        if (
+            not is_sent
+            and self.version >= PINNED_ALONE
+            and machine.streams.is_capturing(self.index)
+        ):
             raise RuntimeError(
                 "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU "
                 "tensor is pinned. Please use tensor.pin_memory() or allocate the tensor with "
