@@ -265,8 +265,10 @@ def _made(case: Case, simulated: Any, stacks: str | None) -> Json:
         return result
 
     told: Json = {"case": case.name, "given": case.given, "passes": passes}
-    if simulated is None and is_loaded():
-        restart_numbering()  # as before a test
+    if simulated is None:
+        _compilers.begin()  # a program may compile before its first pass
+        if is_loaded():
+            restart_numbering()  # as before a test
     gc.disable()
     try:
         case.run(record)
