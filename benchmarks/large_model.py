@@ -176,7 +176,7 @@ def step(layers: int, context: int, device: str | None) -> tuple[Clock, int]:
 
 def _host_kib() -> int:
     """Return the peak memory of this process. ``ru_maxrss`` starts with that of its parent."""
-    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
     if found is None:
         raise OSError("the kernel does not report the most memory of a process")
     return int(found[1])
