@@ -87,8 +87,9 @@ class Database:
             self._connection = sqlite3.connect(
                 path, timeout=BUSY, isolation_level=None, check_same_thread=False
             )
-            # Without sync: after a crash of the host its entries are worthless anyway.
-            for pragma in ("synchronous = OFF", "journal_mode = WAL", "foreign_keys = ON"):
+            # Without sync: after a crash of the host its entries are worthless anyway. Without a
+            # write-ahead log: SQLite waits for no lock while it changes a new file to that.
+            for pragma in ("synchronous = OFF", "foreign_keys = ON"):
                 self._connection.execute(f"PRAGMA {pragma}")
             self._connection.executescript(schema)
         except (OSError, sqlite3.Error) as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from pytest_gpumem.measurement.nvml import NvmlReading, read_visible
 from pytest_gpumem.option_values import Quota
 from pytest_gpumem.session.placement import candidate_of, part_of_mps, visible
-from pytest_gpumem.sharing.database import Process, this_process
+from pytest_gpumem.sharing.database import Database, Process, this_process
 from pytest_gpumem.sharing.devices import CandidateDevice, least_loaded, take_place
 from tests.fake_nvml import GIB, MACHINES, MIB, found, uuids
 
@@ -75,6 +77,7 @@ def _started(pid: int) -> float:
 
 TAKE = """
 import sys
+from contextlib import closing
 from pathlib import Path
 from pytest_gpumem.sharing.devices import CandidateDevice, take_place
 
@@ -97,6 +100,17 @@ def test_processes_that_start_at_once_spread_over_the_devices(tmp_path: Path) ->
         for worker in workers:
             worker.kill()
             worker.communicate()
+
+
+def test_a_new_ledger_opens_while_another_process_reads_it(tmp_path: Path) -> None:
+    path, schema = tmp_path / "placed.sqlite3", "CREATE TABLE IF NOT EXISTS known (name)"
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute(schema)
+        other.execute("BEGIN")
+        other.execute("SELECT * FROM known").fetchall()
+
+        with closing(Database(path, schema)) as opened:
+            assert opened.execute("SELECT * FROM known").fetchall() == []
 
 
 def _gpus(machine: str) -> list[NvmlReading]:
