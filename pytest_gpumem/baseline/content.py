@@ -18,12 +18,9 @@ from pytest_gpumem.jsonfile import DocumentError, NewerError, document, schema_p
 from pytest_gpumem.paths import from_here
 from pytest_gpumem.quoting import printable, quoted_for_shell
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
-from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.environment import KINDS, Environment
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 from pytest_gpumem.values.serialization import OMITTED, Plain
-
-_KINDS = ("sim-", "dry-", "cuda-")
-"""First words of the names of environments (:attr:`Environment.key`)."""
 
 _NUMBERS = ("peak_allocated", "peak_reserved", "allocated_after", "cublas_workspace")
 
@@ -194,7 +191,7 @@ def read_folder(folder: Path) -> list[tuple[str, BaselineFile]]:
     found = []
     for path in sorted(folder.rglob("*.json")):
         parts = path.relative_to(folder).parts
-        if parts[0].startswith(".") and not own.startswith(_KINDS):
+        if parts[0].startswith(".") and own.partition("-")[0] not in KINDS:
             continue
         content = _parsed(path, file_bytes(path) or b"")
         key = content.environment.key

@@ -32,6 +32,8 @@ _PLAIN_SETTINGS = re.compile(r"[a-z_]+:[A-Za-z0-9_.]+(,[a-z_]+:[A-Za-z0-9_.]+)*"
 """Settings that are part of a folder's name unchanged, except for the colon (Windows)."""
 _MOST_SETTINGS = 100
 """Characters of settings in the name of a folder."""
+KINDS = ("sim", "dry", "cuda")
+"""First words of :attr:`Environment.key`."""
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_.]{1,40}")
 """Other plugins' words that are part of a folder's name unchanged; others are hashed."""
 
